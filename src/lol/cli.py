@@ -1,0 +1,5 @@
+"""`lol …`."""
+
+
+def main() -> None:
+    """Entry point of the command line."""
