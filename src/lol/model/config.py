@@ -137,10 +137,9 @@ class LoLConfig(PreTrainedConfig):
             raise UserError("fixed_path is only read with routing='fixed': set routing='fixed' or leave fixed_path out")
 
     def _check_sizes(self) -> None:
-        minimum = {
-            "vocab_size": 1, "hidden_size": 1, "num_attention_heads": 1, "num_prelude_layers": 0, "num_coda_layers": 0,
-            "num_experts": 1, "num_routed_depths": 0, "window_size": 1, "window_stride": 0, "max_position_embeddings": 1,
-        }  # fmt: skip
+        minimum = {"num_prelude_layers": 0, "num_coda_layers": 0, "num_routed_depths": 0, "window_stride": 0}
+        positive = ("vocab_size", "hidden_size", "num_attention_heads", "num_experts", "window_size")
+        minimum |= dict.fromkeys((*positive, "max_position_embeddings"), 1)
         for name, least in minimum.items():
             if getattr(self, name) < least:
                 raise UserError(f"{name} must be at least {least}, not {getattr(self, name)}")

@@ -24,11 +24,12 @@ IGNORED_LABEL = -100
 class LoLPreTrainedModel(PreTrainedModel):
     """What the two model classes share with transformers: names, dtypes, initial weights."""
 
+    config: LoLConfig
     config_class = LoLConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("Block", "Library")
-    _keep_in_fp32_modules_strict = ("expert_bias",)
+    _no_split_modules = ["Block", "Library"]
+    _keep_in_fp32_modules_strict = ["expert_bias"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -157,7 +158,7 @@ class LoLModel(LoLPreTrainedModel):
             raise UserError("attention weights are not returned: leave output_attentions out")
         embeds, documents = self._embed(input_ids, inputs_embeds, attention_mask, position_ids)
         embeds, router_only = self._hide_router_only(embeds, documents, router_only_ids)
-        batch, columns = documents.shape
+        batch = documents.shape[0]
         layouts = lay_depths(self.config, documents, self._check_depths(num_depths))
 
         layer_inputs = (
@@ -270,7 +271,7 @@ class LoLModel(LoLPreTrainedModel):
 class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
     """`LoLModel` with a language-model head."""
 
-    _tied_weights_keys: Any = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: LoLConfig):
         super().__init__(config)
@@ -344,10 +345,12 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         )
         return output if return_dict is not False else output.to_tuple()
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_ids: Tensor, **kwargs: Any
+    ) -> dict[str, Any]:
         """Let what was said of the prompt hold while the text grows: new tokens are read by everything, and windows
         that a path does not name stay free; a path may name windows that are still to come."""
-        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        inputs = GenerationMixin.prepare_inputs_for_generation(self, input_ids, **kwargs)  # pyright: ignore
         columns = (
             inputs["input_ids"].shape[1] if inputs.get("input_ids") is not None else inputs["inputs_embeds"].shape[1]
         )

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from lol.model.core import DepthRoute
 

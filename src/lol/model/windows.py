@@ -89,16 +89,14 @@ def find_documents(
         raise UserError("the batch holds no real token: attention_mask is 0 everywhere, or the rows are empty")
 
     first_in_row = row.diff(prepend=row.new_tensor([-1])) != 0
-    if position_ids is None:
-        begins = first_in_row
-    else:
-        given = position_ids.expand(batch, columns).flatten()
-        given = given if grid_index is None else given[grid_index]
-        begins = first_in_row | (given == 0)
+    given = None if position_ids is None else position_ids.expand(batch, columns).flatten()
+    if given is not None and grid_index is not None:
+        given = given[grid_index]
+    begins = first_in_row if given is None else first_in_row | (given == 0)
     document = begins.cumsum(0) - 1
     begin = begins.nonzero().squeeze(1)
     position = torch.arange(row.numel(), device=device) - begin[document]
-    if position_ids is not None and bool((position != given).any()):
+    if given is not None and bool((position != given).any()):
         where = int((position != given).nonzero()[0])
         raise UserError(
             f"position_ids must count 0, 1, 2, … inside each document and restart at 0 where the next begins; in row "
