@@ -141,8 +141,12 @@ def _check_share(section: str, config: Any, name: str) -> None:
         raise UserError(f"{section}.{name} is a share of the steps, 0 to 1, not {getattr(config, name)}")
 
 
-# Fields of transformers' configurations that say nothing of the model's shape are no fields of a run.
-MODEL_FIELDS = tuple(LoLConfig.__annotations__)
+# The run itself decides these (tokenizer, context) or they are about the use of a trained model.
+_NOT_OF_A_RUN = {
+    "max_position_embeddings", "output_router_logits", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id",
+}  # fmt: skip
+MODEL_FIELDS = tuple(name for name in LoLConfig.__annotations__ if name not in _NOT_OF_A_RUN)
+"""The fields of `LoLConfig` that are part of a run's configuration."""
 
 
 def as_json(config: TrainConfig) -> dict[str, Any]:
