@@ -2,7 +2,9 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from lol.errors import UserError
 from lol.model.config import LoLConfig
@@ -12,7 +14,7 @@ from lol.model.config import LoLConfig
 class DataConfig:
     """What is trained on. (See `lol.data`.)"""
 
-    source: str = "stdlib"
+    source: Annotated[str, tyro.conf.arg(aliases=["--data"])] = "stdlib"
     """Text file, folder, .jsonl, .parquet, hf:NAME[:CONFIG][:SPLIT], or stdlib (the running Python's own library)."""
     held_out_source: str | None = None
     """Evaluate on this source; without it, a share of the documents of `source` is held out."""
@@ -159,3 +161,17 @@ def as_json(config: TrainConfig) -> dict[str, Any]:
     model = {name: getattr(config.model, name) for name in MODEL_FIELDS}
     plain = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
     return plain | sections | {"model": model}
+
+
+def from_json(values: dict[str, Any]) -> TrainConfig:
+    """The inverse of `as_json`.
+
+    Raises:
+        UserError: a field that does not exist.
+    """
+    sections = {"data": DataConfig, "optim": OptimConfig, "balance": BalanceConfig, "growth": GrowthConfig}
+    sections |= {"eval": EvalConfig, "model": LoLConfig}
+    built = {name: sections[name](**value) if name in sections else value for name, value in values.items()}
+    if "optim" in built:
+        built["optim"] = dataclasses.replace(built["optim"], betas=tuple(built["optim"].betas))
+    return TrainConfig(**built)
