@@ -191,7 +191,7 @@ class Stretch:
     path: tuple[int, ...]
     """The block that ran at each depth."""
     lines: tuple[int, ...]
-    """Per depth, the number of the window's line in the table."""
+    """Per depth, the place of the window's line in the table."""
 
 
 def stretches(table: pd.DataFrame, document: int) -> list[Stretch]:
@@ -200,24 +200,26 @@ def stretches(table: pd.DataFrame, document: int) -> list[Stretch]:
     Raises:
         UserError: the table holds no such document.
     """
-    windows = table[table["document"] == document]
-    if windows.empty:
+    line = np.flatnonzero(table["document"].to_numpy() == document)
+    if line.size == 0:
         raise UserError(f"document {document} is not in the table: it holds 0 to {table['document'].max()}")
-    starts = np.unique(windows["start"])
-    ends = np.append(starts[1:], windows["end"].max())
+    depth, start, end, expert = (table[name].to_numpy()[line] for name in ("depth", "start", "end", "expert"))
+    starts = np.unique(start)
+    ends = np.append(starts[1:], end.max())
     by_depth = []
-    for _, at_depth in windows.groupby("depth"):
-        at_depth = at_depth.sort_values("start")
-        place = np.searchsorted(at_depth["start"].to_numpy(), starts, side="right") - 1
-        by_depth.append((at_depth["expert"].to_numpy()[place], at_depth.index.to_numpy()[place]))
+    for number in np.unique(depth):
+        here = np.flatnonzero(depth == number)
+        here = here[np.argsort(start[here])]
+        place = here[np.searchsorted(start[here], starts, side="right") - 1]
+        by_depth.append((expert[place], line[place]))
     return [
         Stretch(
-            int(start),
+            int(begin),
             int(end),
-            tuple(int(expert[place]) for expert, _ in by_depth),
-            tuple(int(line[place]) for _, line in by_depth),
+            tuple(int(experts[place]) for experts, _ in by_depth),
+            tuple(int(lines[place]) for _, lines in by_depth),
         )
-        for place, (start, end) in enumerate(zip(starts, ends, strict=True))
+        for place, (begin, end) in enumerate(zip(starts, ends, strict=True))
     ]
 
 
@@ -233,10 +235,10 @@ def path_of(table: pd.DataFrame, document: int, token: int) -> tuple[int, ...]:
     Raises:
         UserError: the document has no such token.
     """
-    for piece in stretches(table, document):
-        if piece.start <= token < piece.end:
-            return piece.path
-    raise UserError(f"document {document} has no token {token}: it ends before token {piece.end}")
+    paths = token_paths(table, document)
+    if not 0 <= token < len(paths):
+        raise UserError(f"document {document} has no token {token}: it has tokens 0 to {len(paths) - 1}")
+    return tuple(paths[token].tolist())
 
 
 def utilisation(table: pd.DataFrame, num_experts: int) -> Float[np.ndarray, "D L"]:
