@@ -5,8 +5,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from lol.errors import UserError
 from lol.model.config import LoLConfig
 from lol.model.lm import LoLForCausalLM, LoLModel
+from lol.paths.record import record_paths
+from lol.paths.steer import force_path
 
-__all__ = ["LoLConfig", "LoLForCausalLM", "LoLModel", "UserError"]
+__all__ = ["LoLConfig", "LoLForCausalLM", "LoLModel", "UserError", "force_path", "record_paths"]
 
 AutoConfig.register(LoLConfig.model_type, LoLConfig, exist_ok=True)
 AutoModel.register(LoLConfig, LoLModel, exist_ok=True)
