@@ -58,7 +58,9 @@ def train(args: list[str]) -> int:
     command = _parse(Train, "train", args, default=Train(run=tyro.MISSING, config=named))
     outcome = run_training(command.config, command.run, resume=command.resume)
     if outcome.stopped_by is not None:
-        print(f"stopped by {outcome.stopped_by} after step {outcome.step}; a checkpoint is written. Go on with --resume.")
+        print(
+            f"stopped by {outcome.stopped_by} after step {outcome.step}; a checkpoint is written. Go on with --resume."
+        )
         return 130 if outcome.stopped_by == "SIGINT" else 143
     print(_summary_lines(outcome.summary or {}))
     return 0

@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask, packed_sequence_mask_
 from lol.errors import UserError
 from lol.model.config import LoLConfig
 from lol.model.core import CoreParts, Steering, broadcast_path, lay_depths, run_core
-from lol.model.layers import Block, DiagonalInjection, FilmTable, OutputLinear, RMSNorm, rotary_angles
+from lol.model.layers import Block, DiagonalInjection, FilmTable, OutputLinear, RMSNorm, Rotary, rotary_angles
 from lol.model.library import Library, StackedLinear, StackedNorm, StackedOutputLinear
 from lol.model.outputs import LoLCausalLMOutput, LoLModelOutput, collect_router_logits, collect_routing
 from lol.model.router import Router
@@ -161,11 +161,7 @@ class LoLModel(LoLPreTrainedModel):
         batch = documents.shape[0]
         layouts = lay_depths(self.config, documents, self._check_depths(num_depths))
 
-        layer_inputs = (
-            rotary_angles(documents.grid_position[:, None], self.config.head_dim, self.config.rope_theta, embeds.dtype),
-            self._full_attention_mask(embeds, documents),
-            documents.grid_position,
-        )
+        layer_inputs = self.layer_inputs(embeds, documents)
         hidden_states, x = [embeds], embeds
         for layer in self.prelude:
             x = layer(x, *layer_inputs)
@@ -233,12 +229,13 @@ class LoLModel(LoLPreTrainedModel):
         filled = torch.where(documents.scatter(hidden)[..., None], self.filler_embedding.to(embeds.dtype), embeds)
         return filled, summed
 
-    def _full_attention_mask(self, embeds: Tensor, documents: Documents) -> Any:
-        """The prelude's and coda's mask, in the form that the chosen attention implementation wants."""
+    def layer_inputs(self, embeds: Float[Tensor, "B n d"], documents: Documents) -> tuple[Rotary, Any, Tensor]:
+        """What the prelude's and coda's layers need beside the state: rotary angles, the attention mask in the form
+        that the chosen attention implementation wants, and positions."""
         batch, columns = documents.shape
         grid_document = documents.grid_document
         packed = documents.num_documents > batch
-        return create_causal_mask(
+        mask = create_causal_mask(
             config=self.config,
             inputs_embeds=embeds,
             attention_mask=None if documents.grid_index is None else grid_document >= 0,
@@ -247,6 +244,10 @@ class LoLModel(LoLPreTrainedModel):
             position_ids=documents.grid_position if packed and documents.grid_index is None else None,
             and_mask_function=packed_sequence_mask_function(grid_document) if packed and columns > 1 else None,
         )
+        rotary = rotary_angles(
+            documents.grid_position[:, None], self.config.head_dim, self.config.rope_theta, embeds.dtype
+        )
+        return rotary, mask, documents.grid_position
 
     def _core_parts(self) -> CoreParts:
         return CoreParts(

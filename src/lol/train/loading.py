@@ -43,14 +43,18 @@ def load_model(folder: Path) -> tuple[LoLForCausalLM, PreTrainedTokenizerFast]:
         raise UserError(f"the weights in {path} cannot be loaded ({error}): use another checkpoint") from error
     odd = sorted(report["missing_keys"]) + sorted(report["unexpected_keys"])
     if odd:
-        raise UserError(f"the weights in {path} do not fit its config.json, for example {odd[0]}: use another checkpoint")
+        raise UserError(
+            f"the weights in {path} do not fit its config.json, for example {odd[0]}: use another checkpoint"
+        )
     return model.eval(), load_tokenizer(path)
 
 
 def find_checkpoint(folder: Path) -> Path:
     """The folder itself, or the newest whole checkpoint if it is a run's."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder; train a model first: lol train --recipe demo --run {folder}")
+        raise UserError(
+            f"{folder}: there is no such folder; train a model first: lol train --recipe demo --run {folder}"
+        )
     if not (folder / CHECKPOINTS).is_dir():
         return folder
     newest = newest_checkpoint(folder, warn=print)

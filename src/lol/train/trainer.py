@@ -97,14 +97,7 @@ def train(config: TrainConfig, run: Path, *, resume: bool = False, bar: bool | N
 def prepare(config: TrainConfig, run: Path, checkpoint: Path | None) -> Session:
     """Data, tokenizer, model and optimizer; from the checkpoint's state if there is one."""
     data = config.data
-    documents = open_documents(data.source, text_column=data.text_column, document_chars=data.document_chars)
-    if data.held_out_source is None:
-        train_documents, held_out_documents = split_documents(documents, data.held_out_fraction)
-    else:
-        train_documents = documents
-        held_out_documents = open_documents(
-            data.held_out_source, text_column=data.text_column, document_chars=data.document_chars
-        )
+    train_documents, held_out_documents = _open_sides(config)
     tokenizer = _tokenizer(config, train_documents, checkpoint)
     packed = PackedDocuments(
         train_documents, tokenizer, data.context_length, seed=config.seed, shuffle_buffer=data.shuffle_buffer
@@ -125,6 +118,11 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None) -> Session:
     if checkpoint is not None:
         _restore(session, checkpoint)
     return session
+
+
+def open_held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, num_rows: int) -> list[Row]:
+    """Held-out rows of a run, without opening the rest of it."""
+    return held_out_rows(_open_sides(config)[1], tokenizer, config.data.context_length, num_rows)
 
 
 def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | None:
@@ -234,6 +232,16 @@ def summarize(session: Session) -> dict[str, Any]:
         summary["unigram_loss"] = counts.unigram_loss(session.held_out)
         summary["bigram_loss"] = counts.bigram_loss(session.held_out)
     return summary
+
+
+def _open_sides(config: TrainConfig) -> tuple[IterableDataset, IterableDataset]:
+    """The documents to train on and those held out."""
+    data = config.data
+    documents = open_documents(data.source, text_column=data.text_column, document_chars=data.document_chars)
+    if data.held_out_source is None:
+        return split_documents(documents, data.held_out_fraction)
+    held_out = open_documents(data.held_out_source, text_column=data.text_column, document_chars=data.document_chars)
+    return documents, held_out
 
 
 def _tokenizer(config: TrainConfig, documents: IterableDataset, checkpoint: Path | None) -> PreTrainedTokenizerFast:

@@ -1,0 +1,1 @@
+"""Things that are run on trained models and written down."""

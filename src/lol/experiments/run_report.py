@@ -1,0 +1,115 @@
+"""What a run came to, for reading: the report of a run folder, and the paths of a text on the terminal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerFast
+
+from lol.data.packing import Row
+from lol.errors import UserError
+from lol.generate import generate_text
+from lol.model.cost import count_parameters
+from lol.model.lm import LoLForCausalLM
+from lol.paths.plots import block_colors
+from lol.paths.record import record_paths, token_texts
+from lol.paths.report import write_report
+from lol.train.config import TrainConfig, from_json
+from lol.train.loading import load_model
+from lol.train.metrics import read_metrics
+from lol.train.run_folder import CONFIG
+from lol.train.trainer import open_held_out
+
+SAMPLE_PROMPT = "def read(self, size=-1):"
+
+
+def report_run(run: Path, *, out: Path | None = None, num_rows: int = 6) -> Path:
+    """Write the report of a run; returns its file.
+
+    Args:
+        run: The run folder.
+        out: The file to write; without it, report.html in the run folder.
+        num_rows: Held-out rows to show.
+
+    Raises:
+        UserError: the folder holds no run, or no whole checkpoint.
+    """
+    config = read_config(run)
+    model, tokenizer = load_model(run)
+    rows = open_held_out(config, tokenizer, num_rows)
+    documents = [part for row in rows for part in _documents(row)]
+    metrics = read_metrics(run)
+    path = run / "report.html" if out is None else out
+    sample = generate_text(model, tokenizer, SAMPLE_PROMPT, max_new_tokens=120)
+    write_report(
+        path,
+        title=f"{run.name}: a library of {model.config.num_experts} blocks",
+        facts=_facts(config, model, metrics),
+        metrics=metrics,
+        table=record_paths(model, documents),
+        texts=[token_texts(tokenizer, ids) for ids in documents],
+        sample=sample.removeprefix(SAMPLE_PROMPT),
+        prompt=SAMPLE_PROMPT,
+    )
+    return path
+
+
+def read_config(run: Path) -> TrainConfig:
+    """The configuration that a run folder was made with."""
+    try:
+        return from_json(json.loads((run / CONFIG).read_text()))
+    except FileNotFoundError:
+        raise UserError(f"{run} holds no run: give the folder that lol train wrote") from None
+
+
+def show_paths(model: LoLForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    """Print a line for every window of every depth: where it lies, its block and weight, its text."""
+    ids = tokenizer(text)["input_ids"]
+    table = record_paths(model, [ids])
+    tokens = token_texts(tokenizer, ids)
+    colors = block_colors(model.config.num_experts)
+    shown = Table(box=None, pad_edge=False)
+    for name in ("depth", "window", "tokens", "block", "weight", "text"):
+        shown.add_column(name, justify="left" if name == "text" else "right", no_wrap=name != "text")
+    for line in table.itertuples():
+        passage = "".join(tokens[line.start : line.end])
+        color = colors[line.expert]
+        shown.add_row(
+            str(line.depth),
+            str(line.window),
+            f"{line.start}-{line.end - 1}",
+            Text(str(line.expert), style=f"bold {color}"),
+            f"{line.weight:.2f}",
+            Text(repr(passage)[1:-1], style=color),
+        )
+    Console().print(shown)
+
+
+def _documents(row: Row) -> list[list[int]]:
+    """The documents, or their parts, that a packed row holds."""
+    ids, positions = row["input_ids"].tolist(), row["position_ids"].tolist()
+    begins = [place for place, position in enumerate(positions) if position == 0]
+    return [ids[begin:end] for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True)]
+
+
+def _facts(config: TrainConfig, model: LoLForCausalLM, metrics: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    shape, counts = model.config, count_parameters(model.config)
+    last = metrics[-1] if metrics else {}
+    seconds = last.get("seconds")
+    facts = [
+        ("parameters", f"{counts.total / 1e6:.1f} M"),
+        ("library", f"{shape.num_experts} blocks over {shape.num_routed_depths} depths"),
+        ("fixed layers", f"{shape.num_prelude_layers} + {shape.num_coda_layers}"),
+        ("windows", f"{shape.window_size} tokens, shifted by {shape.window_stride}"),
+        ("text", config.data.source),
+        ("tokens seen", f"{last.get('tokens', 0):,}"),
+        ("seed", str(config.seed)),
+    ]
+    if seconds is not None:
+        facts.append(("training time", f"{int(seconds) // 60}:{int(seconds) % 60:02d}"))
+    if "busiest_block_share" in last:
+        facts.append(("busiest block", f"{100 * last['busiest_block_share']:.0f} % of held-out windows"))
+    return facts
