@@ -26,7 +26,7 @@ from oracle import (
     windows_of,
 )
 
-SILU_1 = 1 / (1 + math.exp(-1))
+SILU_2 = 2 / (1 + math.exp(-2))
 # Two channels, one head, two blocks, no norm epsilon: states of +-1 have mean square 1, so the norm hands them on as
 # they are.
 TINY = Spec(
@@ -64,9 +64,9 @@ def silent_block() -> dict[str, Tensor]:
 
 
 def feeding_block(gain: float) -> dict[str, Tensor]:
-    """(1, 1) becomes (1 + gain·silu(1), 1): the gate reads channel 0, the up projection channel 1."""
+    """(1, 1) becomes (1 + gain·silu(2), 1): the gate reads channel 0 twice, the up projection channel 1."""
     return silent_block() | {
-        "gate_proj": torch.tensor([[1.0, 0.0]]),
+        "gate_proj": torch.tensor([[2.0, 0.0]]),
         "up_proj": torch.tensor([[0.0, 1.0]]),
         "down_proj": torch.tensor([[gain], [0.0]]),
     }
@@ -135,7 +135,7 @@ def test_swiglu_and_the_blend_by_hand():
     result = document_forward(TINY, weights, [0])
     assert result.experts == [[1]]
     assert result.weights[0][0] == pytest.approx(0.75)
-    assert unnormed(result) == [pytest.approx(1 + 0.75 * 2 * SILU_1)]
+    assert unnormed(result) == [pytest.approx(1 + 0.75 * 2 * SILU_2)]
     assert result.load.tolist() == [[0, 1]]
 
 
@@ -144,7 +144,7 @@ def test_the_balancing_bias_moves_the_choice_but_not_the_weight():
     weights["model.expert_bias"] = vector(0.6, 0.0)
     result = document_forward(TINY, weights, [0])
     assert result.experts == [[0]]
-    assert unnormed(result) == [pytest.approx(1 + 0.25 * 2 * SILU_1)]
+    assert unnormed(result) == [pytest.approx(1 + 0.25 * 2 * SILU_2)]
 
 
 def test_balancing_bias_per_depth():
@@ -159,7 +159,7 @@ def test_a_fixed_path_adds_the_whole_change_of_its_block():
     weights = tiny_weights([feeding_block(2.0), silent_block()], [[1.0, 1.0]])
     weights = {name: tensor for name, tensor in weights.items() if "router" not in name and "expert" not in name}
     result = document_forward(spec, weights, [0])
-    assert unnormed(result) == [pytest.approx(1 + 2 * SILU_1)]
+    assert unnormed(result) == [pytest.approx(1 + 2 * SILU_2)]
     assert (result.experts, result.weights, result.router_logits) == ([[0]], [[1.0]], [[]])
 
 
@@ -210,7 +210,16 @@ def test_film_acts_after_each_norm():
     film = {"attn_scale": [9.0, 9.0], "attn_shift": [0.0, 0.0], "mlp_scale": [0.0, 1.0], "mlp_shift": [0.0, 0.5]}
     weights |= {f"model.film.{part}": torch.tensor([values]) for part, values in film.items()}
     # Nothing attends; the up projection reads channel 1, now 1·2 + 0.5.
-    assert unnormed(document_forward(spec, weights, [0])) == [pytest.approx(1 + 2 * SILU_1 * 2.5)]
+    assert unnormed(document_forward(spec, weights, [0])) == [pytest.approx(1 + 2 * SILU_2 * 2.5)]
+
+
+def test_film_has_its_own_row_at_each_depth():
+    spec = replace(TINY, num_routed_depths=2, routing="fixed", fixed_path=(0, 0), depth_film=True)
+    weights = tiny_weights([averaging_block()], [[1.0, 1.0]])
+    weights |= {f"model.film.{part}": torch.zeros(2, 2) for part in ("attn_scale", "mlp_scale", "mlp_shift")}
+    weights["model.film.attn_shift"] = torch.tensor([[0.0, 0.0], [4.0, 0.0]])
+    # (1, 1) + (1, 1), then + (1 + 4, 1).
+    assert unnormed(document_forward(spec, weights, [0]), 3.0) == [pytest.approx(7.0)]
 
 
 def test_injection_decays_the_state_and_adds_the_preludes_output():
@@ -240,6 +249,14 @@ def test_the_router_reads_means_of_earlier_windows_and_counts_each_once():
     assert router_input(states, windows, 0, depth_vector).tolist() == [5.0, 0.5]
     assert router_input(states, windows, 1, depth_vector).tolist() == [1.0, 1.0]
     assert router_input(states, windows, 2, depth_vector).tolist() == [2.5, 1.0]
+
+
+def test_the_router_reads_the_states_before_this_depth_changed_them():
+    spec = replace(TINY, window_size=1)
+    weights = tiny_weights([feeding_block(2.0), feeding_block(2.0)], [[1.0, 1.0]])
+    weights["model.router.weight"] = torch.eye(2)
+    result = document_forward(spec, weights, [0, 0])
+    assert result.router_logits[0][1].tolist() == [1.0, 1.0 + math.log(3.0)]
 
 
 def test_noise_scales_with_a_capped_softplus():
