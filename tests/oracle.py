@@ -361,7 +361,7 @@ def document_forward(
     """One document alone, through prelude, routed depths, coda and head.
 
     `depth` runs the first so many routed depths (growing). `path[l][k]` forces a block, -1 leaves the choice; a forced
-    window's alpha is the router's probability of that block, or `path_weight`. `noise[l][k]` (L,) is the standard
+    window's alpha is the router's probability of that block (1 in a fixed model), or `path_weight`. `noise[l][k]` (L,) is the standard
     normal draw of a training forward. `router_only[t]` is the id of a token that only the router reads, or -1.
     """
     weights = {name: tensor.detach().to(torch.float64) for name, tensor in weights.items()}
@@ -381,13 +381,14 @@ def document_forward(
         windows = core_windows(spec, len(tokens), depth_index)
         after = list(states)
         for k, window in enumerate(windows):
+            forced = -1 if path is None else path[depth_index][k]
             if spec.routing == "fixed":
                 assert spec.fixed_path is not None, "a fixed model needs its path"
-                block, alpha = spec.fixed_path[depth_index], 1.0
+                block = spec.fixed_path[depth_index] if forced == -1 else forced
+                alpha = 1.0 if forced == -1 or path_weight is None else path_weight
             else:
                 r = router_input(states, windows, k, weights["model.depth_embedding"][depth_index]) + for_router
                 eps = None if noise is None else noise[depth_index][k]
-                forced = -1 if path is None else path[depth_index][k]
                 z, block, alpha = route_window(spec, weights, depth_index, r, eps, forced, path_weight)
                 router_logits[depth_index].append(z)
             moved = run_window(spec, weights, depth_index, block, alpha, {i: states[i] for i in window})

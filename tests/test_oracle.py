@@ -161,6 +161,8 @@ def test_a_fixed_path_adds_the_whole_change_of_its_block():
     result = document_forward(spec, weights, [0])
     assert unnormed(result) == [pytest.approx(1 + 2 * SILU_2)]
     assert (result.experts, result.weights, result.router_logits) == ([[0]], [[1.0]], [[]])
+    forced = document_forward(spec, weights, [0], path=[[1]], path_weight=0.5)
+    assert (forced.experts, forced.weights, unnormed(forced)) == ([[1]], [[0.5]], [1.0])
 
 
 @pytest.mark.parametrize(
