@@ -361,8 +361,9 @@ def document_forward(
     """One document alone, through prelude, routed depths, coda and head.
 
     `depth` runs the first so many routed depths (growing). `path[l][k]` forces a block, -1 leaves the choice; a forced
-    window's alpha is the router's probability of that block (1 in a fixed model), or `path_weight`. `noise[l][k]` (L,) is the standard
-    normal draw of a training forward. `router_only[t]` is the id of a token that only the router reads, or -1.
+    window's alpha is the router's probability of that block (1 in a fixed model), or `path_weight`. `noise[l][k]` (L,)
+    is the standard normal draw of a training forward. `router_only[t]` is the id of a token that only the router
+    reads, or -1.
     """
     weights = {name: tensor.detach().to(torch.float64) for name, tensor in weights.items()}
     depth = spec.num_routed_depths if depth is None else depth
