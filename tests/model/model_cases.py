@@ -191,8 +191,8 @@ def check_against_oracle(
 ) -> list[DocumentResult]:
     """Run the batch, hold every document of it to the oracle, and return the oracle's results.
 
-    `path[b][l][k]` numbers windows per row as the model does; `router_only[b][g][t]`. `given_path` and `inputs` are what
-    the model is given instead, where a test gives it in another form.
+    `path[b][l][k]` numbers windows per row as the model does; `router_only[b][g][t]`. `given_path` and `inputs` are
+    what the model is given instead, where a test gives it in another form.
     """
     given = batch.inputs()
     if num_depths is not None:
