@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -77,16 +76,17 @@ def test_forced_paths(spec: Spec, rows: list[list[int]], seed: int, weight: floa
     check_against_oracle(spec, make_model(spec, seed), batch, path=path, path_weight=weight)
 
 
-@pytest.mark.parametrize("shape", ["depths", "depths and windows"])
-def test_a_path_broadcasts_over_rows_and_windows(shape: str):
+@bounded(6)
+@given(seed=seeds, shape=st.sampled_from(["depths", "depths and windows"]))
+def test_a_path_broadcasts_over_rows_and_windows(seed: int, shape: str):
     spec = Spec(8, 2, 1, 1, 3, 3, 4, 2)
-    batch = make_batch([[9], [6]], seed=1)
+    batch = make_batch([[9], [6]], seed)
     short = [2, -1, 0]
     # Nine tokens make at most three windows in each depth, six make at most two.
     windows = 3
     given_path = torch.tensor(short if shape == "depths" else [[block] * windows for block in short])
     path = [[[block] * windows for block in short]] * 2
-    check_against_oracle(spec, make_model(spec, 1), batch, path=path, given_path=given_path)
+    check_against_oracle(spec, make_model(spec, seed), batch, path=path, given_path=given_path)
 
 
 @bounded(20)
