@@ -1,0 +1,1 @@
+"""The model, for one device: it knows nothing of training, ranks or files."""

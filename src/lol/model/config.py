@@ -1,0 +1,186 @@
+"""`LoLConfig`: every number that shapes a Library-of-Layers model, and every check with the fix in its message."""
+
+from typing import Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from lol.errors import UserError
+from lol.model.windows import count_windows
+
+
+@strict
+class LoLConfig(PreTrainedConfig):
+    r"""Configuration of `LoLModel` and `LoLForCausalLM`. The defaults are the published 360M layout with 8 blocks.
+
+    A model is: embedding → `num_prelude_layers` ordinary layers → `num_routed_depths` depths, each running one of
+    `num_experts` blocks per window → `num_coda_layers` ordinary layers → norm → head.
+
+    Args:
+        vocab_size: Rows of the embedding and of the head.
+        hidden_size: Width d of the residual stream.
+        intermediate_size: Hidden width of SwiGLU. `None` applies the rule `8 d / 3` rounded up to a multiple of 256
+            (article; it fits every published size): read the result from `mlp_size`.
+        num_attention_heads: Heads of every attention; must divide `hidden_size` into even head sizes.
+        num_prelude_layers: P, ordinary layers before the core.
+        num_coda_layers: C, ordinary layers after the core.
+        num_experts: L, blocks stored in the library.
+        num_routed_depths: D, depths executed.
+        window_size: W, tokens in a window.
+        window_stride: S, by which window borders shift from depth to depth: depth l shifts by `((l-1) S) mod W`.
+        routing: `"learned"`: a router picks the block of each window. `"fixed"`: depth l runs block `fixed_path[l]`
+            with weight 1, and there is no router, no depth embedding and no balancing bias.
+        fixed_path: The D block indices of `routing="fixed"`.
+        core_attention: `"windowed"`: causal inside the window (the paper's). `"full"`: each document is one window at
+            every depth, so a block attends to the whole past and a document takes one path. `"sliding"`: the same,
+            but a query sees only the last `window_size` tokens, itself included. The latter two are the baselines.
+        tie_router: One router for all depths (the paper's default), or one per depth.
+        router_noise_max: Ceiling of the learned standard deviation of the router's training noise. 0 turns noise off.
+        balance_scope: `"global"`: one balancing bias for all depths (the paper's). `"depth"`: one per depth.
+        depth_film: Per-depth scale and shift after each norm of a routed block (zero, so neutral, at the start).
+        input_injection: `"diagonal"` mixes the prelude's output back into the state before every depth; or `"none"`.
+        router_only_tokens: Store the filler embedding that takes the place of tokens which only the router may read
+            (`router_only_ids` of the forward pass).
+        rope_theta: Base of the rotary embedding.
+        rms_norm_eps: Epsilon of every RMSNorm.
+        tie_word_embeddings: Share the embedding with the head.
+        max_position_embeddings: The context the model is trained on. Nothing is sized by it; evaluation tools read it.
+        initializer_range: Standard deviation of the initial weights; those of `o_proj` and `down_proj` are divided by
+            `sqrt(2 (P + D + C))` (decided here).
+        output_router_logits: Return `router_logits` from every forward pass.
+
+    Raises:
+        UserError: a value that cannot work; the message names the field and the fix.
+    """
+
+    model_type = "lol"
+    keys_to_ignore_at_inference = ("cache", "router_logits", "routing")
+
+    vocab_size: int = 32_000
+    hidden_size: int = 1024
+    intermediate_size: int | None = None
+    num_attention_heads: int = 16
+    num_prelude_layers: int = 4
+    num_coda_layers: int = 4
+    num_experts: int = 8
+    num_routed_depths: int = 16
+    window_size: int = 128
+    window_stride: int = 64
+    routing: Literal["learned", "fixed"] = "learned"
+    fixed_path: list[int] | tuple[int, ...] | None = None
+    core_attention: Literal["windowed", "full", "sliding"] = "windowed"
+    tie_router: bool = True
+    router_noise_max: int | float = 10.0
+    balance_scope: Literal["global", "depth"] = "global"
+    depth_film: bool = False
+    input_injection: Literal["none", "diagonal"] = "none"
+    router_only_tokens: bool = False
+    rope_theta: int | float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 1024
+    initializer_range: float = 0.02
+    output_router_logits: bool = False
+    use_cache: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        self.check()
+
+    @property
+    def mlp_size(self) -> int:
+        """Hidden width of SwiGLU: `intermediate_size`, or the rule."""
+        if self.intermediate_size is not None:
+            return self.intermediate_size
+        return -(-8 * self.hidden_size // (3 * 256)) * 256
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Executed layers: prelude, routed depths and coda."""
+        return self.num_prelude_layers + self.num_routed_depths + self.num_coda_layers
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Every query head has its own key and value head."""
+        return self.num_attention_heads
+
+    @property
+    def core_window(self) -> int | None:
+        """Tokens in a window of the core; `None` where a whole document is one window."""
+        return self.window_size if self.core_attention == "windowed" else None
+
+    def window_shift(self, depth: int) -> int:
+        """Shift of the window borders at `depth` (0-based), in tokens: `(depth · S) mod W`."""
+        return depth * self.window_stride % self.window_size if self.core_attention == "windowed" else 0
+
+    def windows_in(self, num_tokens: int, num_depths: int | None = None) -> int:
+        """The most windows that a document of `num_tokens` tokens is cut into at any of its depths."""
+        depths = self.num_routed_depths if num_depths is None else num_depths
+        shifts = [self.window_shift(depth) for depth in range(depths)]
+        return max((count_windows(num_tokens, shift, self.core_window) for shift in shifts), default=0)
+
+    def check(self) -> None:
+        """Raise `UserError` for values that cannot work together."""
+        self._check_sizes()
+        self._check_windows()
+        if self.routing == "fixed":
+            self._check_fixed_path()
+        elif self.fixed_path is not None:
+            raise UserError("fixed_path is only read with routing='fixed': set routing='fixed' or leave fixed_path out")
+
+    def _check_sizes(self) -> None:
+        minimum = {"num_prelude_layers": 0, "num_coda_layers": 0, "num_routed_depths": 0, "window_stride": 0}
+        positive = ("vocab_size", "hidden_size", "num_attention_heads", "num_experts", "window_size")
+        minimum |= dict.fromkeys((*positive, "max_position_embeddings"), 1)
+        for name, least in minimum.items():
+            if getattr(self, name) < least:
+                raise UserError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            raise UserError(
+                f"intermediate_size must be at least 1 (or None for the rule), not {self.intermediate_size}"
+            )
+        if self.hidden_size % self.num_attention_heads:
+            raise UserError(
+                f"num_attention_heads={self.num_attention_heads} does not divide hidden_size={self.hidden_size}: "
+                f"choose one of {_divisors(self.hidden_size)}"
+            )
+        if self.head_dim % 2:
+            raise UserError(
+                f"a head of {self.head_dim} channels cannot be rotated: hidden_size/num_attention_heads must be even"
+            )
+        if self.router_noise_max < 0:
+            raise UserError(f"router_noise_max must not be negative, not {self.router_noise_max}; 0 turns noise off")
+
+    def _check_windows(self) -> None:
+        if self.window_stride > self.window_size:
+            raise UserError(
+                f"window_stride={self.window_stride} is larger than window_size={self.window_size}: "
+                f"choose a stride of at most {self.window_size} (the paper's is half a window)"
+            )
+
+    def _check_fixed_path(self) -> None:
+        if self.fixed_path is None:
+            raise UserError(f"routing='fixed' needs fixed_path, a list of {self.num_routed_depths} block indices")
+        if len(self.fixed_path) != self.num_routed_depths:
+            raise UserError(
+                f"fixed_path has {len(self.fixed_path)} blocks but num_routed_depths={self.num_routed_depths}: "
+                "give one block per depth"
+            )
+        outside = [block for block in self.fixed_path if not 0 <= block < self.num_experts]
+        if outside:
+            raise UserError(
+                f"fixed_path names block {outside[0]} but num_experts={self.num_experts}: "
+                f"use blocks 0 to {self.num_experts - 1}"
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]

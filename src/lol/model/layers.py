@@ -1,0 +1,209 @@
+"""The parts of a transformer block, and the one definition of what a block computes.
+
+`block_update` is used by the prelude's and coda's layers, whose parts are modules, and by the library, whose parts
+are stacked tensors (`library.py`). Letters: B batch, n tokens, d width, H heads, h head size.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from lol.model.config import LoLConfig
+
+Part = Callable[[Tensor], Tensor]
+
+
+class BlockParts(Protocol):
+    """The nine parts of a block, each a function of (…, channels)."""
+
+    @property
+    def attn_norm(self) -> Part: ...
+    @property
+    def q_proj(self) -> Part: ...
+    @property
+    def k_proj(self) -> Part: ...
+    @property
+    def v_proj(self) -> Part: ...
+    @property
+    def o_proj(self) -> Part: ...
+    @property
+    def mlp_norm(self) -> Part: ...
+    @property
+    def gate_proj(self) -> Part: ...
+    @property
+    def up_proj(self) -> Part: ...
+    @property
+    def down_proj(self) -> Part: ...
+
+
+class Film(NamedTuple):
+    """Scale and shift after each norm of a routed block, at one depth; each (d,)."""
+
+    attn_scale: Tensor
+    attn_shift: Tensor
+    mlp_scale: Tensor
+    mlp_shift: Tensor
+
+
+def block_update(
+    parts: BlockParts,
+    x: Float[Tensor, "*tokens d"],
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    film: Film | None = None,
+) -> Float[Tensor, "*tokens d"]:
+    """E(x) - x of the pre-norm block E(x) = h + SwiGLU(norm(h)), h = x + Attn(norm(x)).
+
+    Args:
+        parts: The block's norms and projections.
+        x: The residual stream.
+        attend: Maps projected queries, keys and values (*tokens, d) to the heads' joined outputs (*tokens, d).
+        film: Modulation of both norms, or `None`.
+    """
+    normed = parts.attn_norm(x)
+    if film is not None:
+        normed = normed * (1 + film.attn_scale) + film.attn_shift
+    attention = parts.o_proj(attend(parts.q_proj(normed), parts.k_proj(normed), parts.v_proj(normed)))
+    normed = parts.mlp_norm(x + attention)
+    if film is not None:
+        normed = normed * (1 + film.mlp_scale) + film.mlp_shift
+    return attention + parts.down_proj(F.silu(parts.gate_proj(normed)) * parts.up_proj(normed))
+
+
+def rms_normalize(x: Float[Tensor, "*tokens d"], eps: float) -> Float[Tensor, "*tokens d"]:
+    """x / sqrt(mean(x²) + eps), computed in at least float32, returned in x's dtype."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*tokens d"]) -> Float[Tensor, "*tokens d"]:
+        return rms_normalize(x, self.eps) * self.weight
+
+
+class OutputLinear(nn.Linear):
+    """A projection that writes into the residual stream; its weights start smaller (`LoLPreTrainedModel`)."""
+
+
+class Rotary(NamedTuple):
+    """Cosine and sine of the rotary angles; each (…, n, h)."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_angles(position: Int[Tensor, "*shape"], head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
+    """Rotary angles at `position`, in Llama's convention: channel i turns together with channel i + h/2.
+
+    Computed in float32 (float64 where that is the dtype) on every call: nothing is stored, so nothing can be lost.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    frequency = theta ** -(torch.arange(0, head_dim, 2, device=position.device, dtype=wide) / head_dim)
+    angle = position[..., None].to(wide) * frequency
+    angle = torch.cat((angle, angle), dim=-1)
+    return Rotary(angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+def rotate(x: Float[Tensor, "*batch n h"], rotary: Rotary) -> Float[Tensor, "*batch n h"]:
+    """Turn queries or keys by their angles."""
+    first, second = x.chunk(2, dim=-1)
+    return x * rotary.cos + torch.cat((-second, first), dim=-1) * rotary.sin
+
+
+class Block(GradientCheckpointingLayer):
+    """An ordinary layer of the prelude or coda: full causal attention inside the document, then SwiGLU.
+
+    Attention goes through transformers' attention interface, so `attn_implementation` chooses eager, sdpa, flash or
+    flex attention as for any of its models.
+    """
+
+    num_key_value_groups = 1
+    is_causal = True
+
+    def __init__(self, config: LoLConfig, layer_idx: int):
+        super().__init__()
+        d, hidden = config.hidden_size, config.mlp_size
+        self.config = config
+        self.layer_idx = layer_idx
+        self.scaling = config.head_dim**-0.5
+        self.attn_norm = RMSNorm(d, config.rms_norm_eps)
+        self.q_proj = nn.Linear(d, d, bias=False)
+        self.k_proj = nn.Linear(d, d, bias=False)
+        self.v_proj = nn.Linear(d, d, bias=False)
+        self.o_proj = OutputLinear(d, d, bias=False)
+        self.mlp_norm = RMSNorm(d, config.rms_norm_eps)
+        self.gate_proj = nn.Linear(d, hidden, bias=False)
+        self.up_proj = nn.Linear(d, hidden, bias=False)
+        self.down_proj = OutputLinear(hidden, d, bias=False)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B n d"],
+        rotary: Rotary,
+        attention_mask: Any,
+        position_ids: Int[Tensor, "B n"],
+    ) -> Float[Tensor, "B n d"]:
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            query, key, value = (
+                part.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for part in (query, key, value)
+            )
+            interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation,  # pyright: ignore[reportArgumentType]
+                eager_attention_forward,
+            )
+            query, key = rotate(query, rotary), rotate(key, rotary)
+            joined, _ = interface(
+                self, query, key, value, attention_mask, scaling=self.scaling, dropout=0.0, position_ids=position_ids
+            )
+            return joined.flatten(-2)
+
+        return x + block_update(self, x, attend)
+
+
+class FilmTable(nn.Module):
+    """FiLM parameters of all depths: zero at the start, so that switching them on changes nothing. (Article.)"""
+
+    def __init__(self, num_depths: int, width: int):
+        super().__init__()
+        self.attn_scale = nn.Parameter(torch.zeros(num_depths, width))
+        self.attn_shift = nn.Parameter(torch.zeros(num_depths, width))
+        self.mlp_scale = nn.Parameter(torch.zeros(num_depths, width))
+        self.mlp_shift = nn.Parameter(torch.zeros(num_depths, width))
+
+    def forward(self, depth: int) -> Film:
+        return Film(self.attn_scale[depth], self.attn_shift[depth], self.mlp_scale[depth], self.mlp_shift[depth])
+
+
+class DiagonalInjection(nn.Module):
+    """Mixes the prelude's output p back into the state: s ← exp(-Δ A) s + Δ B p, per channel.
+
+    Δ = softplus(`delta`), A = exp(`log_decay`), B = `input_scale`. At the start A = B = 1 and the decay exp(-Δ A) is
+    sqrt(1/5). (The article names it, the form is Parcae's; the three take no weight decay: decided here.)
+    """
+
+    START_DELTA = math.log(math.expm1(math.log(5) / 2))
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.delta = nn.Parameter(torch.empty(width))
+        self.log_decay = nn.Parameter(torch.empty(width))
+        self.input_scale = nn.Parameter(torch.empty(width))
+
+    def forward(self, state: Float[Tensor, "T d"], prelude: Float[Tensor, "T d"]) -> Float[Tensor, "T d"]:
+        step = F.softplus(self.delta)
+        decay = torch.exp(-step * torch.exp(self.log_decay))
+        return decay * state + step * self.input_scale * prelude

@@ -1,0 +1,216 @@
+"""The library: L blocks as stacked tensors, and the dispatch of windows to them.
+
+The windows of a depth are brought into the order of their blocks, so that each block's tokens are one run; every
+projection is then one grouped matrix product over the runs, and attention folds windows of equal length into one
+batch. `dispatch = "loop"` runs block after block with the plain code of an ordinary layer instead: the reference that
+the grouped form is tested against. Letters: T tokens, K windows, d width, H heads, L blocks.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lol.model.config import LoLConfig
+from lol.model.layers import BlockParts, Film, block_update, rms_normalize, rotary_angles, rotate
+from lol.model.windows import WindowLayout, Windows, line_up, take_rows
+
+NORMS = ("attn_norm", "mlp_norm")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+Shelf = dict[str, tuple[Tensor, ...]]
+"""The stacked weights taken apart into the L blocks' own, once per forward pass: the gradients of all depths then add
+up block by block, and a block that no window chose costs nothing until its zeros are stacked at the end."""
+
+
+class StackedNorm(nn.Module):
+    """The scales of a norm of all L blocks."""
+
+    def __init__(self, experts: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, width))
+
+
+class StackedLinear(nn.Module):
+    """The matrices of a projection of all L blocks, each (out, in)."""
+
+    def __init__(self, experts: int, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
+
+
+class StackedOutputLinear(StackedLinear):
+    """The matrices of a projection that writes into the residual stream; they start smaller."""
+
+
+class Library(GradientCheckpointingLayer):
+    """L transformer blocks of the same shape; every parameter is stacked (L, …)."""
+
+    def __init__(self, config: LoLConfig):
+        super().__init__()
+        experts, d, hidden = config.num_experts, config.hidden_size, config.mlp_size
+        self.config = config
+        self.dispatch: Literal["grouped", "loop"] = "grouped"
+        self.attn_norm = StackedNorm(experts, d)
+        self.q_proj = StackedLinear(experts, d, d)
+        self.k_proj = StackedLinear(experts, d, d)
+        self.v_proj = StackedLinear(experts, d, d)
+        self.o_proj = StackedOutputLinear(experts, d, d)
+        self.mlp_norm = StackedNorm(experts, d)
+        self.gate_proj = StackedLinear(experts, d, hidden)
+        self.up_proj = StackedLinear(experts, d, hidden)
+        self.down_proj = StackedOutputLinear(experts, hidden, d)
+
+    def open(self) -> Shelf:
+        """Take the stacks apart, once per forward pass of the model."""
+        return {name: getattr(self, name).weight.unbind(0) for name in (*NORMS, *PROJECTIONS)}
+
+    def forward(
+        self,
+        state: Float[Tensor, "T d"],
+        shelf: Shelf,
+        layout: WindowLayout,
+        expert: Int[Tensor, "K"],
+        weight: Float[Tensor, "K"],
+        film: Film | None,
+    ) -> Float[Tensor, "T d"]:
+        """Run on every window its block: s ← s + weight · (E(s) - s).
+
+        Args:
+            state: The stream of real tokens.
+            shelf: `open()` of this forward pass.
+            layout: The windows of this depth.
+            expert: The block of each window.
+            weight: The weight of each window's update.
+            film: This depth's modulation, or `None`.
+        """
+        run = self._run_grouped if self.dispatch == "grouped" else self._run_loop
+        update = run(state, shelf, layout, expert, film)
+        return state + update * weight[layout.window_of_token, None].to(state.dtype)
+
+    def _run_grouped(
+        self, state: Tensor, shelf: Shelf, layout: WindowLayout, expert: Tensor, film: Film | None
+    ) -> Tensor:
+        windows = layout.windows
+        tokens = torch.zeros(self.config.num_experts, dtype=torch.long, device=expert.device)
+        counts = tokens.index_add(0, expert, windows.length).tolist()
+        used = [block for block, count in enumerate(counts) if count]
+        parts = self._parts(shelf, used, [counts[block] for block in used])
+        if len(used) == 1:
+            return block_update(parts, state, self._attention(windows), film)
+        order = layout.group(expert)
+        return order.restore(block_update(parts, order.arrange(state), self._attention(order.windows), film))
+
+    def _run_loop(self, state: Tensor, shelf: Shelf, layout: WindowLayout, expert: Tensor, film: Film | None) -> Tensor:
+        update = torch.zeros_like(state)
+        for block in range(self.config.num_experts):
+            chosen = expert == block
+            if not chosen.any():
+                continue
+            index = chosen[layout.window_of_token].nonzero().squeeze(1)
+            attend = self._attention(line_up(layout.windows.length[chosen]))
+            parts = self._parts(shelf, [block], [index.numel()])
+            update = update.index_copy(0, index, block_update(parts, state[index], attend, film))
+        return update
+
+    def _parts(self, shelf: Shelf, blocks: Sequence[int], counts: list[int]) -> BlockParts:
+        """The parts of these blocks, each working on its run of `counts` tokens."""
+
+        def scale(name: str, x: Tensor) -> Tensor:
+            normed = rms_normalize(x, self.config.rms_norm_eps).split(counts)
+            return torch.cat([run * shelf[name][block] for run, block in zip(normed, blocks, strict=True)])
+
+        def project(name: str, x: Tensor) -> Tensor:
+            return grouped_linear(x, counts, [shelf[name][block] for block in blocks])
+
+        parts = {name: partial(scale, name) for name in NORMS} | {name: partial(project, name) for name in PROJECTIONS}
+        return cast(BlockParts, SimpleNamespace(**parts))
+
+    def _attention(self, windows: Windows) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        sliding = self.config.window_size if self.config.core_attention == "sliding" else None
+        return partial(
+            window_attention,
+            windows=windows,
+            num_heads=self.config.num_attention_heads,
+            rope_theta=self.config.rope_theta,
+            sliding=sliding,
+        )
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Runs of rows, each times its own matrix, written into one result; the backward pass likewise."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.counts = counts
+        result = x.new_empty(x.shape[0], weights[0].shape[0])
+        for rows, out, weight in zip(x.split(counts), result.split(counts), weights, strict=True):
+            torch.mm(rows, weight.t(), out=out)
+        return result
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        x, *weights = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        grad_x = torch.empty_like(x)
+        for rows, out, weight in zip(grad.split(ctx.counts), grad_x.split(ctx.counts), weights, strict=True):
+            torch.mm(rows, weight, out=out)
+        grad_weights = [
+            torch.mm(out.t(), rows) for out, rows in zip(grad.split(ctx.counts), x.split(ctx.counts), strict=True)
+        ]
+        return grad_x, None, *grad_weights
+
+
+def grouped_linear(
+    x: Float[Tensor, "T in"], counts: list[int], weights: Sequence[Float[Tensor, "out in"]]
+) -> Float[Tensor, "T out"]:
+    """Multiply consecutive runs of rows by different matrices: run i, of `counts[i]` rows, by `weights[i]`."""
+    if len(weights) == 1:
+        return F.linear(x, weights[0])
+    return _GroupedLinear.apply(x, counts, *weights)  # pyright: ignore[reportReturnType]
+
+
+def window_attention(
+    query: Float[Tensor, "T d"],
+    key: Float[Tensor, "T d"],
+    value: Float[Tensor, "T d"],
+    *,
+    windows: Windows,
+    num_heads: int,
+    rope_theta: float,
+    sliding: int | None,
+) -> Float[Tensor, "T d"]:
+    """Causal attention inside each window.
+
+    Rotary angles count from the window's first token: attention only sees differences of positions, and small angles
+    keep their precision in a long document. `sliding` limits each query to that many tokens, itself included.
+    """
+
+    def attend(parts: Sequence[Tensor], count: int, length: int) -> Tensor:
+        q, k, v = (part.view(count, length, num_heads, -1).transpose(1, 2) for part in parts)
+        angles = rotary_angles(torch.arange(length, device=q.device), q.shape[-1], rope_theta, q.dtype)
+        mask = None
+        if sliding is not None and sliding < length:
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding)
+        joined = F.scaled_dot_product_attention(
+            rotate(q, angles), rotate(k, angles), v, attn_mask=mask, is_causal=mask is None
+        )
+        return joined.transpose(1, 2).reshape(count * length, -1)
+
+    if (length := windows.equal_length) is not None:
+        return attend((query, key, value), windows.start.shape[0], length)
+    token, slot_of_token, is_real = windows.slots
+    slots = [take_rows(part, token, slot_of_token) for part in (query, key, value)]
+    sizes = [group.length * group.windows.numel() for group in windows.groups]
+    joined = [
+        attend(parts, group.windows.numel(), group.length)
+        for group, *parts in zip(windows.groups, *(part.split(sizes) for part in slots), strict=True)
+    ]
+    return take_rows(torch.cat(joined), slot_of_token, token, is_real)

@@ -1,0 +1,99 @@
+"""What a forward pass returns."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import Cache
+from transformers.utils.generic import ModelOutput
+
+from lol.model.core import DepthRoute
+
+
+@dataclass
+class Routing(ModelOutput):
+    """Which block ran where.
+
+    Windows are numbered per row, in order of position; a packed row numbers its documents' windows one after the
+    other. Depths whose shift cuts a row into fewer windows, and rows with fewer tokens, leave places empty.
+
+    Args:
+        experts: (batch, depths, windows) block of each window, -1 where there is no window.
+        weights: (batch, depths, windows) weight of its update, float32, 0 where there is no window.
+        documents: (batch, depths, windows) number of the window's document in its row, -1 where there is no window.
+        load: (depths, L) windows that ran each block, int64.
+    """
+
+    experts: Int[Tensor, "B D K"] | None = None
+    weights: Float[Tensor, "B D K"] | None = None
+    documents: Int[Tensor, "B D K"] | None = None
+    load: Int[Tensor, "D L"] | None = None
+
+
+@dataclass
+class LoLModelOutput(ModelOutput):
+    """Output of `LoLModel`.
+
+    Args:
+        last_hidden_state: (batch, n, d) after the final norm; 0 at padding.
+        cache: `None`: this release decodes without one.
+        hidden_states: With `output_hidden_states`: the embedding, then the state after every prelude layer, routed
+            depth and coda layer, the last one after the final norm.
+        router_logits: With `output_router_logits`: per depth the raw logits (batch, windows, L), 0 where there is no
+            window. Their softmax is the distribution that chose; in training the noise is in them.
+        routing: Which block ran where.
+    """
+
+    last_hidden_state: Float[Tensor, "B n d"] | None = None
+    cache: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+    routing: Routing | None = None
+
+
+@dataclass
+class LoLCausalLMOutput(ModelOutput):
+    """Output of `LoLForCausalLM`: that of `LoLModel`, with a loss and logits.
+
+    Args:
+        loss: Mean next-token cross-entropy in nats, if labels were given.
+        logits: (batch, n, vocabulary), or the positions that `logits_to_keep` asked for.
+        aux_loss: Always `None`: balance is kept by the bias, outside of the loss.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    cache: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+    routing: Routing | None = None
+    aux_loss: Tensor | None = None
+
+
+def collect_routing(routes: list[DepthRoute], batch: int, num_experts: int, device: torch.device) -> Routing:
+    """Bring what the depths did into the numbering of rows."""
+    width = max((route.layout.max_in_row for route in routes), default=0)
+    depths = len(routes)
+    experts = torch.full((batch, depths, width), -1, device=device)
+    documents = torch.full((batch, depths, width), -1, device=device)
+    weights = torch.zeros(batch, depths, width, device=device)
+    load = torch.zeros(depths, num_experts, dtype=torch.long, device=device)
+    for depth, route in enumerate(routes):
+        layout = route.layout
+        experts[:, depth] = layout.to_rows(route.expert, width, -1)
+        documents[:, depth] = layout.to_rows(layout.document_in_row, width, -1)
+        weights[:, depth] = layout.to_rows(route.weight.detach(), width, 0.0)
+        load[depth] = torch.nn.functional.one_hot(route.expert, num_experts).sum(0)
+    return Routing(experts=experts, weights=weights, documents=documents, load=load)
+
+
+def collect_router_logits(routes: list[DepthRoute]) -> tuple[Tensor, ...] | None:
+    """Per depth, the raw logits (batch, windows, L), with as many windows as the row of most windows has at any depth.
+
+    They keep their gradient, for losses on the router.
+    """
+    if any(route.logits is None for route in routes):
+        return None
+    width = max((route.layout.max_in_row for route in routes), default=0)
+    return tuple(route.layout.to_rows(route.logits, width, 0.0) for route in routes if route.logits is not None)

@@ -1,0 +1,316 @@
+"""Where windows lie: positions and a shift give a layout. Pure index arithmetic, no parameters.
+
+A batch arrives as a grid of B rows and n columns. `find_documents` drops the padding and lays the real tokens out as
+one flat stream, row after row, in which every document is a run of consecutive tokens. `lay_windows` cuts that stream
+into the windows of one shift, and `WindowLayout.group` brings the windows of one depth into the order of their blocks.
+
+Letters: B rows, n columns, T real tokens, G documents, K windows in the whole batch, d width.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from lol.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The real tokens of a batch as one flat stream of T tokens, and the document each belongs to."""
+
+    shape: tuple[int, int]
+    """(B, n) of the grid."""
+    grid_index: Int[Tensor, "T"] | None
+    """Place of each token in the flattened grid; `None` where every place holds a real token."""
+    position: Int[Tensor, "T"]
+    """Position inside the document."""
+    document: Int[Tensor, "T"]
+    """Number of the document, 0 … G-1 over the whole batch."""
+    document_row: Int[Tensor, "G"]
+    """Row of the grid that holds the document."""
+
+    @property
+    def num_documents(self) -> int:
+        return self.document_row.shape[0]
+
+    def gather(self, grid: Tensor) -> Tensor:
+        """(B, n, …) → (T, …): the real tokens."""
+        flat = grid.flatten(0, 1)
+        return flat if self.grid_index is None else flat.index_select(0, self.grid_index)
+
+    def scatter(self, flat: Tensor) -> Tensor:
+        """(T, …) → (B, n, …), with zeros where there is padding."""
+        batch, columns = self.shape
+        if self.grid_index is not None:
+            grid = flat.new_zeros(batch * columns, *flat.shape[1:])
+            flat = grid.index_copy(0, self.grid_index, flat)
+        return flat.view(batch, columns, *flat.shape[1:])
+
+    @cached_property
+    def grid_document(self) -> Int[Tensor, "B n"]:
+        """Number of each place's document, -1 at padding."""
+        return self.scatter(self.document + 1) - 1
+
+    @cached_property
+    def grid_position(self) -> Int[Tensor, "B n"]:
+        """Position inside the document, 0 at padding."""
+        return self.scatter(self.position)
+
+
+def find_documents(
+    shape: tuple[int, int],
+    position_ids: Int[Tensor, "_ n"] | None,
+    attention_mask: Int[Tensor, "B n"] | Bool[Tensor, "B n"] | None,
+    device: torch.device,
+) -> Documents:
+    """Find the documents of a batch.
+
+    Without `position_ids` every row is one document and positions count its real tokens. With them, a document begins
+    wherever they restart at 0, which is the ecosystem's convention for packed rows.
+
+    Args:
+        shape: (B, n).
+        position_ids: One row may stand for all (the ecosystem broadcasts them).
+        attention_mask: 1 or True at real tokens.
+        device: where the index tensors live.
+
+    Raises:
+        UserError: positions that do not count up from 0 within a document, or a batch without any real token.
+    """
+    batch, columns = shape
+    real = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.to(torch.bool)
+    grid_index = None if real is None else real.flatten().nonzero().squeeze(1)
+    row = torch.arange(batch, device=device).repeat_interleave(columns)
+    row = row if grid_index is None else row[grid_index]
+    if row.numel() == 0:
+        raise UserError("the batch holds no real token: attention_mask is 0 everywhere, or the rows are empty")
+
+    first_in_row = row.diff(prepend=row.new_tensor([-1])) != 0
+    given = None if position_ids is None else position_ids.expand(batch, columns).flatten()
+    if given is not None and grid_index is not None:
+        given = given[grid_index]
+    begins = first_in_row if given is None else first_in_row | (given == 0)
+    document = begins.cumsum(0) - 1
+    begin = begins.nonzero().squeeze(1)
+    position = torch.arange(row.numel(), device=device) - begin[document]
+    if given is not None and bool((position != given).any()):
+        where = int((position != given).nonzero()[0])
+        raise UserError(
+            f"position_ids must count 0, 1, 2, … inside each document and restart at 0 where the next begins; in row "
+            f"{int(row[where])} a position is {int(given[where])} where {int(position[where])} was expected"
+        )
+    return Documents(shape, grid_index, position, document, row[begin])
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionGroup:
+    """Windows that attend together: up to `length` tokens each."""
+
+    length: int
+    windows: Int[Tensor, "_"]
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Windows as runs of a sequence of tokens that they fill without gaps, in some order."""
+
+    start: Int[Tensor, "K"]
+    """The first token of each window."""
+    length: Int[Tensor, "K"]
+    total: int
+    """Tokens in the sequence, the sum of the lengths."""
+    groups: tuple[AttentionGroup, ...]
+    """The windows by length, so that attention folds each group into one batch."""
+
+    @property
+    def equal_length(self) -> int | None:
+        """The length that all windows have, or `None`."""
+        only = self.groups[0].length if len(self.groups) == 1 else 0
+        return only if only * self.start.shape[0] == self.total else None
+
+    @cached_property
+    def slots(self) -> tuple[Int[Tensor, "M"], Int[Tensor, "T"], Bool[Tensor, "M"] | None]:
+        """How tokens fill the attention groups: (token of each slot, slot of each token, whether a slot is real).
+
+        Slots lie group after group, window after window. A window shorter than its group's length leaves slots at its
+        right end; they repeat some token, and under a causal mask no real query ever sees them.
+        """
+        rows, real = [], []
+        for group in self.groups:
+            offset = torch.arange(group.length, device=self.start.device)
+            rows.append((self.start[group.windows, None] + offset).flatten())
+            real.append((offset < self.length[group.windows, None]).flatten())
+        token, is_real = torch.cat(rows).clamp_(max=self.total - 1), torch.cat(real)
+        slots = is_real.nonzero().squeeze(1)
+        slot_of_token = torch.empty_like(token[: self.total]).index_copy_(0, token[slots], slots)
+        return token, slot_of_token, None if slots.numel() == token.numel() else is_real
+
+
+def line_up(length: Int[Tensor, "K"]) -> Windows:
+    """Windows of these lengths, one after the other."""
+    end = length.cumsum(0)
+    return Windows(end - length, length, int(end[-1]), _attention_groups(length))
+
+
+def _attention_groups(length: Int[Tensor, "K"]) -> tuple[AttentionGroup, ...]:
+    """Group windows by exact length while there are few lengths, else by the longest's halvings.
+
+    Rows of equal documents have at most four lengths (whole windows and the parts at both ends), and splitting them
+    off exactly costs nothing. Packed documents end anywhere; there a window is filled up to at most twice its length.
+    """
+    sizes = length.unique().tolist()
+    if len(sizes) > 4:
+        sizes = sorted({-(-sizes[-1] // 2**halving) for halving in range(sizes[-1].bit_length())})
+    size_of_window = torch.bucketize(length, torch.tensor(sizes, device=length.device))
+    groups = [(size, (size_of_window == which).nonzero().squeeze(1)) for which, size in enumerate(sizes)]
+    return tuple(AttentionGroup(size, windows) for size, windows in groups if windows.numel())
+
+
+@dataclass(frozen=True, eq=False)
+class WindowLayout:
+    """The K windows of one shift, in the order of the stream, so that a window is a run of consecutive tokens.
+
+    `index_in_row` is the numbering that users see: per row, in order of position, and a packed row numbers the windows
+    of its documents one after the other.
+    """
+
+    windows: Windows
+    num_documents: int
+    document: Int[Tensor, "K"]
+    document_in_row: Int[Tensor, "K"]
+    index_in_document: Int[Tensor, "K"]
+    max_in_document: int
+    batch: int
+    row: Int[Tensor, "K"]
+    index_in_row: Int[Tensor, "K"]
+    max_in_row: int
+
+    @property
+    def num_windows(self) -> int:
+        return self.document.shape[0]
+
+    @cached_property
+    def window_of_token(self) -> Int[Tensor, "T"]:
+        """Number of the window of each token of the stream."""
+        numbers = torch.arange(self.num_windows, device=self.document.device)
+        return numbers.repeat_interleave(self.windows.length, output_size=self.windows.total)
+
+    def group(self, expert: Int[Tensor, "K"]) -> "WindowOrder":
+        """The windows brought into the order of their blocks, each block's in the order of the stream."""
+        order = expert.argsort(stable=True)
+        windows = self.windows
+        length = windows.length[order]
+        sorted_start = length.cumsum(0) - length
+        arange = torch.arange(windows.total, device=expert.device)
+        shift = (windows.start[order] - sorted_start).repeat_interleave(length, output_size=windows.total)
+        rows = arange + shift
+        inverse = torch.empty_like(rows).index_copy_(0, rows, arange)
+        start = torch.empty_like(sorted_start).index_copy_(0, order, sorted_start)
+        return WindowOrder(Windows(start, windows.length, windows.total, windows.groups), rows, inverse)
+
+    def to_rows(self, values: Tensor, width: int, fill: float) -> Tensor:
+        """(K, …) → (B, width, …): one place per row and window, `fill` where a row has no such window."""
+        grid = values.new_full((self.batch, width, *values.shape[1:]), fill)
+        return grid.index_put((self.row, self.index_in_row), values)
+
+    def from_rows(self, grid: Shaped[Tensor, "B width"]) -> Shaped[Tensor, "K"]:
+        """(B, width) → (K,): the inverse of `to_rows`."""
+        return grid[self.row, self.index_in_row]
+
+
+def lay_windows(documents: Documents, shift: int, window_size: int | None) -> WindowLayout:
+    """Cut the documents into windows: position i of a document lies in window `floor((i + shift) / window_size)`.
+
+    `window_size=None` makes every document one window. (Article; the position inside the document: decided here.)
+    """
+    if window_size is None:
+        window_of_token = torch.zeros_like(documents.position)
+    else:
+        window_of_token = (documents.position + shift) // window_size
+    begins = (documents.position == 0) | (window_of_token.diff(prepend=window_of_token.new_tensor([-1])) != 0)
+    start = begins.nonzero().squeeze(1)
+    document = documents.document[start]
+    row = documents.document_row[document]
+    index_in_document, index_in_row = _number_within(document), _number_within(row)
+    return WindowLayout(
+        windows=line_up(start.diff(append=start.new_tensor([begins.numel()]))),
+        num_documents=documents.num_documents,
+        document=document,
+        document_in_row=_number_within(documents.document_row)[document],
+        index_in_document=index_in_document,
+        max_in_document=int(index_in_document.max()) + 1,
+        batch=documents.shape[0],
+        row=row,
+        index_in_row=index_in_row,
+        max_in_row=int(index_in_row.max()) + 1,
+    )
+
+
+def count_windows(num_tokens: int, shift: int, window_size: int | None) -> int:
+    """Windows that a document of `num_tokens` tokens is cut into."""
+    return 1 if window_size is None else (num_tokens - 1 + shift) // window_size + 1
+
+
+def _number_within(owner: Int[Tensor, "K"]) -> Int[Tensor, "K"]:
+    """0, 1, 2, … within each run of equal owners."""
+    arange = torch.arange(owner.numel(), device=owner.device)
+    begins = owner.diff(prepend=owner.new_tensor([-1])) != 0
+    return arange - arange[begins][begins.cumsum(0) - 1]
+
+
+@dataclass(frozen=True, eq=False)
+class WindowOrder:
+    """The windows of a layout in another order than the stream's."""
+
+    windows: Windows
+    """Numbered as in the layout; `start` is the place in this order."""
+    rows: Int[Tensor, "T"]
+    """The stream's token at each place of this order."""
+    inverse: Int[Tensor, "T"]
+    """The place in this order of each of the stream's tokens."""
+
+    def arrange(self, stream: Float[Tensor, "T d"]) -> Float[Tensor, "T d"]:
+        """Bring the stream's tokens into this order."""
+        return take_rows(stream, self.rows, self.inverse)
+
+    def restore(self, arranged: Float[Tensor, "T d"]) -> Float[Tensor, "T d"]:
+        """Bring tokens in this order back into the stream's."""
+        return take_rows(arranged, self.inverse, self.rows)
+
+
+class _TakeRows(torch.autograd.Function):
+    """`x[index]` along the first axis whose gradient is a gather too: torch's own adds row by row, serially on CPU."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor, real: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inverse, real)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        inverse, real = ctx.saved_tensors
+        grad = grads[0].index_select(0, inverse)
+        if real is not None:
+            grad[~real] = 0
+        return grad, None, None, None
+
+
+def take_rows(
+    x: Float[Tensor, "N ..."],
+    index: Int[Tensor, "M"],
+    inverse: Int[Tensor, "N"],
+    real: Bool[Tensor, "N"] | None = None,
+) -> Float[Tensor, "M ..."]:
+    """`x[index]` along the first axis, for an index that takes every row of x that matters exactly once.
+
+    Args:
+        x: N rows.
+        index: The row that each of the M results takes.
+        inverse: The result that took each row. Rows taken more than once must not need the gradients of their other
+            takers (they are never read downstream).
+        real: False at rows of x that no result took: their gradient is 0.
+    """
+    return _TakeRows.apply(x, index, inverse, real)  # pyright: ignore[reportReturnType]
