@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 import torch
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
-from lol.model.config import LoLConfig
-from lol.model.lm import LoLForCausalLM
 from torch import Tensor
 from torch.testing import assert_close
 
+from lol.model.config import LoLConfig
+from lol.model.lm import LoLForCausalLM
 from oracle import DocumentResult, Spec, core_windows, document_forward, softmax
 
 VOCABULARY = 13

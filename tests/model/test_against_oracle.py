@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import event, given
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from model_cases import (
     VOCABULARY,
     bounded,
     check_against_oracle,
+    drawn_noise,
     make_batch,
     make_model,
     routed_specs,
@@ -18,7 +19,7 @@ from model_cases import (
 )
 from torch.testing import assert_close
 
-from oracle import Spec, next_token_losses
+from oracle import Spec, document_forward, next_token_losses
 
 seeds = st.integers(0, 10_000)
 
@@ -125,6 +126,43 @@ def test_the_loss_is_the_mean_over_documents_tokens(spec: Spec, rows: list[list[
     labels = torch.where(batch.attention_mask == 1, batch.input_ids, -100)
     expected = torch.tensor(sum(losses) / len(losses), dtype=torch.float64)
     assert_close(model(**batch.inputs(), labels=labels).loss.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@bounded(25)
+@given(spec=specs(), lengths=st.lists(st.integers(2, 8), min_size=1, max_size=2), seed=seeds, noisy=st.booleans())
+def test_the_gradient_is_the_slope_of_the_oracles_loss(spec: Spec, lengths: list[int], seed: int, noisy: bool):
+    """Along a random direction in the space of all parameters, by central difference; also through alpha and noise."""
+    batch, model = make_batch([lengths], seed), make_model(spec, seed)
+    noise = drawn_noise(spec, batch, spec.num_routed_depths, seed) if noisy else None
+    generator = torch.Generator().manual_seed(seed)
+    directions = {
+        name: torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        for name, parameter in model.named_parameters()
+    }
+    step = 1e-5
+
+    def moved(by: float) -> tuple[float, list[list[list[int]]]]:
+        weights = model.state_dict()
+        weights |= {name: weights[name] + by * direction for name, direction in directions.items()}
+        losses, experts = [], []
+        for number, (_, _, tokens, _) in enumerate(batch.each()):
+            own_noise = None if noise is None else noise[number]
+            result = document_forward(spec, weights, tokens, noise=own_noise)
+            losses += next_token_losses(result.logits, tokens)
+            experts.append(result.experts)
+        return sum(losses) / len(losses), experts
+
+    (ahead, path_ahead), (behind, path_behind) = moved(step), moved(-step)
+    assume(path_ahead == path_behind)
+    labels = torch.where(batch.attention_mask == 1, batch.input_ids, -100)
+    model.train(noisy)
+    model(**batch.inputs(), labels=labels, generator=torch.Generator().manual_seed(seed)).loss.backward()
+    slope = sum(
+        (parameter.grad * directions[name]).sum()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    )
+    assert_close(slope, torch.tensor((ahead - behind) / (2 * step), dtype=torch.float64), atol=1e-4, rtol=1e-4)
 
 
 def test_windows_do_choose_different_blocks():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lol.model.lm import LoLForCausalLM
 from model_cases import (
     CLOSE,
     VOCABULARY,
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lol.model.lm import LoLForCausalLM
 from oracle import BLOCK_PARTS, Spec, core_windows
 
 seeds = st.integers(0, 10_000)
@@ -130,6 +131,27 @@ def test_a_padded_row_is_the_row_alone(spec: Spec, n: int, left: int, right: int
     assert_close(padded_loss, loss, **CLOSE)
     for name, gradient in padded_gradients.items():
         assert_close(gradient, gradients[name], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# --- 5. Grouped dispatch is each block in a plain loop --------------------------------------------------------------
+
+
+@bounded(20)
+@given(spec=specs(), rows=row_lengths(), seed=seeds)
+def test_grouped_dispatch_is_a_plain_loop_over_blocks(spec: Spec, rows: list[list[int]], seed: int):
+    rows = [[2, *rows[0]], *rows[1:]]
+    model, batch = make_model(spec, seed), make_batch(rows, seed)
+    inputs = batch.inputs() | {"labels": labels_of(batch)}
+    loss, gradients = loss_and_gradients(model, **inputs)
+    load = model(**batch.inputs()).routing.load.sum(0)
+    for name, parameter in model.model.library.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        assert (parameter.grad[load == 0] == 0).all(), f"{name} of an idle block has a gradient"
+    model.model.library.dispatch = "loop"
+    looped_loss, looped = loss_and_gradients(model, **inputs)
+    assert_close(loss, looped_loss, atol=1e-9, rtol=0)
+    for name, gradient in gradients.items():
+        assert_close(gradient, looped[name], **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
 
 
 # --- 6. Repeatability -----------------------------------------------------------------------------------------------
@@ -262,7 +284,9 @@ def test_injection_is_neutral_without_a_step(spec: Spec, rows: list[list[int]], 
 
 def without(model: LoLForCausalLM, **changes) -> LoLForCausalLM:
     """The same weights in a model whose configuration lacks an option."""
-    config = type(model.config)(**(model.config.to_dict() | changes))
+    config = copy.deepcopy(model.config)
+    for name, value in changes.items():
+        setattr(config, name, value)
     plain = LoLForCausalLM(config).double().eval()
     names = plain.state_dict().keys()
     plain.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if name in names})
