@@ -76,9 +76,8 @@ def row_lengths(max_rows: int = 3) -> st.SearchStrategy[list[list[int]]]:
 
 def make_model(spec: Spec, seed: int, router_only_tokens: bool = False) -> LoLForCausalLM:
     """A float64 model in eval mode, every parameter random, the router's so large that windows choose apart."""
-    config = LoLConfig(
-        **asdict(spec), vocab_size=VOCABULARY, intermediate_size=5, router_only_tokens=router_only_tokens
-    )
+    fields = asdict(spec) | {"fixed_path": None if spec.fixed_path is None else list(spec.fixed_path)}
+    config = LoLConfig(**fields, vocab_size=VOCABULARY, intermediate_size=5, router_only_tokens=router_only_tokens)
     model = LoLForCausalLM(config).double().eval()
     generator = torch.Generator().manual_seed(seed)
 
