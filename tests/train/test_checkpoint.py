@@ -126,6 +126,13 @@ def test_a_damaged_later_checkpoint_does_not_push_out_the_good_one(tmp_path: Pat
     assert names(tmp_path) == ["step-00000005"]
 
 
+def test_a_damaged_older_checkpoint_does_not_count_among_the_kept(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "model.safetensors").write_bytes(b"")
+    save(tmp_path, 3, keep=2)
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
 def test_a_whole_later_checkpoint_stays(tmp_path: Path) -> None:
     save(tmp_path, 9)
     save(tmp_path, 5, keep=1)

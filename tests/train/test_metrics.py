@@ -55,6 +55,11 @@ def test_a_half_line_is_cut_even_when_no_record_is_beyond_the_checkpoint(tmp_pat
     assert read_metrics(tmp_path) == [{"step": 1}]
     assert trim_metrics(tmp_path, step=5) == 1
     assert path.read_text() == '{"step": 1}\n'
+    path.write_text('{"step": 1}\n{"step": 2}')
+    assert trim_metrics(tmp_path, step=5) == 1
+    path.write_text('{"step": 1}\n{"step": 9}\n{"step": 2}\n')
+    assert trim_metrics(tmp_path, step=5) == 2
+    assert path.read_text() == '{"step": 1}\n'
     assert trim_metrics(tmp_path, step=0) == 1
     assert path.read_text() == ""
     assert trim_metrics(tmp_path / "none", step=0) == 0

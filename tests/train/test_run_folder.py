@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lol.errors import UserError
+from lol.train import run_folder
 from lol.train.run_folder import open_run
 
 CONFIG = {
@@ -73,10 +75,24 @@ def test_a_folder_with_other_files_is_not_written_to(tmp_path: Path) -> None:
 
 
 def test_what_a_kill_during_the_start_leaves_is_no_run(tmp_path: Path) -> None:
-    (tmp_path / ".lock").write_text("process 1 on host")
+    (tmp_path / ".lock").write_text("process 1 on a host with a rather long name" * 9)
     (tmp_path / ".config.json.partial").write_text('{"mod')
     with open_run(tmp_path, CONFIG, resume=False):
         assert set(files(tmp_path)) == {".lock", "config.json"}
+        assert files(tmp_path)[".lock"].decode() == f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def test_a_run_that_appears_while_the_lock_is_taken_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = run_folder._take_lock
+
+    def after_another_process(run: Path) -> int:
+        (run / "config.json").write_text('{"theirs": 1}')
+        return take(run)
+
+    monkeypatch.setattr(run_folder, "_take_lock", after_another_process)
+    with pytest.raises(UserError, match="already holds a run"):
+        open_run(tmp_path, CONFIG, resume=False)
+    assert files(tmp_path)["config.json"] == b'{"theirs": 1}'
 
 
 def test_unusable_folders_are_named(tmp_path: Path) -> None:

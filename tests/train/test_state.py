@@ -1,6 +1,7 @@
 """The training state goes through JSON and safetensors and comes back equal in value, type and bits."""
 
 import collections
+import http
 import json
 import math
 import random
@@ -123,6 +124,7 @@ def test_the_saved_tensors_are_copies() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
+        (http.HTTPStatus.OK, "HTTPStatus at /x/0/y"),
         ({1}, "set at /x/0/y"),
         (collections.OrderedDict(), "OrderedDict at /x/0/y"),
         (collections.namedtuple("P", "x")(1), "P at /x/0/y"),
