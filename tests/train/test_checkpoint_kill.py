@@ -18,6 +18,6 @@ def test_a_killed_save_leaves_a_whole_newest_checkpoint(mode: str, tmp_path: Pat
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
