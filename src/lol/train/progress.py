@@ -15,6 +15,7 @@ _LINE_SECONDS = 10.0
 _LINE_SHARE = 0.05
 # Lines get rarer in a long run: never more than about a hundred for each factor e in running time.
 _LINE_GROWTH = 0.01
+_BAR_FROM_WIDTH = 96
 
 
 class Progress:
@@ -76,7 +77,7 @@ class Progress:
         if left is not None:
             parts.append(f"{_duration(left)} left")
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=step, text="  ".join(parts))
+            self._bar.update(self._task, completed=step, text=("  " if self._is_wide() else " ").join(parts))
         else:
             self._print("  ".join([f"step {step}/{self._total}", *parts]))
             self._line_time, self._line_step = now, step
@@ -108,13 +109,18 @@ class Progress:
             self._bar.stop()
 
     def _make_bar(self) -> RichProgress:
+        bar = [BarColumn(bar_width=None)] if self._is_wide() else []
         return RichProgress(
             TextColumn("step {task.completed}/{task.total}", markup=False),
-            BarColumn(bar_width=None),
+            *bar,
             TextColumn("{task.fields[text]}", markup=False),
             console=self._console,
-            expand=True,
+            expand=bool(bar),
         )
+
+    def _is_wide(self) -> bool:
+        # On a narrow terminal the words need the room.
+        return self._console.width >= _BAR_FROM_WIDTH
 
     def _line_is_due(self, step: int, now: float) -> bool:
         pause = max(_LINE_SECONDS, _LINE_GROWTH * (now - self._began))

@@ -107,11 +107,10 @@ def _encode_tensor(value: torch.Tensor, place: str, tensors: dict[str, torch.Ten
             f"the training state holds a {value.layout} tensor of {value.dtype} at {place or '/'}; "
             "safetensors has no such type"
         )
-    # The number keeps two places apart whose keys print alike; the copy is there because safetensors refuses tensors
-    # that share memory.
-    name = f"{len(tensors)}:{place.lstrip('/')}"
-    dense = value.detach().resolve_conj().resolve_neg()
-    tensors[name] = dense.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    # The number keeps two places apart whose keys print alike; a name must be UTF-8, a key need not. A copy, because
+    # safetensors refuses tensors that share memory.
+    name = f"{len(tensors)}:{place.lstrip('/')}".encode("utf-8", "backslashreplace").decode()
+    tensors[name] = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return {"$tensor": name}
 
 
