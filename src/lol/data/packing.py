@@ -14,6 +14,7 @@ Resuming reads the current shard up to the block's start again, which costs read
 import dataclasses
 import hashlib
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -113,8 +114,8 @@ class PackedDocuments(TorchIterableDataset):
         for name, value in self._made_with().items():
             if state["made_with"][name] != value:
                 raise UserError(
-                    f"the saved place in the data was made with {name} {state['made_with'][name]}, this run has {value};"
-                    " resume with the same, or start a new run"
+                    f"the saved place in the data was made with {name} {state['made_with'][name]}, this run has"
+                    f" {value}; resume with the same, or start a new run"
                 )
         self._cursor = _Cursor(**state["cursor"])
 
@@ -144,19 +145,20 @@ class PackedDocuments(TorchIterableDataset):
     def _blocks(self, start: _Cursor) -> Iterator[tuple[_Cursor, list[str]]]:
         """Blocks of at most `shuffle_buffer` texts in reading order, from the one at `start` on."""
         for epoch in itertools.count(start.epoch):
-            first = start if epoch == start.epoch else _Cursor(epoch)
-            block = None
+            block = start if epoch == start.epoch else _Cursor(epoch)
             texts: list[str] = []
-            for shard, document, text in self._read(first):
+            found = 0
+            for shard, document, text in self._read(block):
                 if not texts:
                     block = _Cursor(epoch, shard, document)
                 texts.append(text)
+                found += 1
                 if len(texts) == self.shuffle_buffer:
                     yield block, texts
                     texts = []
-            if texts and block:
+            if texts:
                 yield block, texts
-            if block is None and epoch > start.epoch:
+            if not found and epoch > start.epoch:
                 worker, workers = _part()
                 raise UserError(
                     f"no document for worker {worker} of {workers}; use fewer workers, or a source with more documents"
@@ -182,6 +184,13 @@ class PackedDocuments(TorchIterableDataset):
 
 class PackedLoader(StatefulDataLoader):
     """Batches of rows, each entry (batch, n); its state is JSON and holds for the same number of workers only."""
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the documents that every worker has completed."""
+        place = super().state_dict()
+        parts = [place] if self.num_workers == 0 else place["_snapshot"]["_worker_snapshots"].values()
+        return min(part["dataset_state"]["cursor"]["epoch"] for part in parts)
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch that was given out."""
@@ -211,13 +220,16 @@ def make_loader(packed: PackedDocuments, batch_size: int, num_workers: int = 0) 
     """
     if batch_size < 1 or num_workers < 0:
         raise UserError(f"the batch size is {batch_size} and the workers {num_workers}; at least 1 and 0 are needed")
-    return PackedLoader(
-        packed,
-        batch_size=batch_size,
-        num_workers=num_workers,
-        generator=torch.Generator().manual_seed(packed.seed),
-        multiprocessing_context="spawn" if num_workers else None,
-    )
+    with warnings.catch_warnings():
+        # torchdata 0.11 sets a torch "vital" that torch 2.13 calls deprecated; nothing here can keep it from that.
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+        return PackedLoader(
+            packed,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            generator=torch.Generator().manual_seed(packed.seed),
+            multiprocessing_context="spawn" if num_workers else None,
+        )
 
 
 def held_out_rows(

@@ -31,10 +31,14 @@ from lol.data.stdlib import stdlib_files
 from lol.errors import UserError
 
 # What a folder's files must end in to count as text; a file named directly may end in anything.
-TEXT_SUFFIXES = frozenset(
-    ".txt .text .md .markdown .rst .tex .org .html .css .xml .csv .tsv .json .yaml .yml .toml .ini .cfg .py .pyi .js .ts"
-    " .c .h .cc .cpp .hpp .cs .go .rs .java .kt .scala .rb .php .pl .lua .r .jl .hs .ml .lisp .el .sh .sql".split()
-)
+# fmt: off
+TEXT_SUFFIXES = frozenset({
+    ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".css", ".xml", ".csv", ".tsv",
+    ".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".py", ".pyi", ".js", ".ts", ".c", ".h", ".cc", ".cpp",
+    ".hpp", ".cs", ".go", ".rs", ".java", ".kt", ".scala", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".hs",
+    ".ml", ".lisp", ".el", ".sh", ".sql",
+})
+# fmt: on
 ROW_SUFFIXES = frozenset({".jsonl", ".parquet"})
 # Files are dealt into at most this many shards: enough to shuffle and to share among workers, few enough to open.
 _MAX_SHARDS = 64
