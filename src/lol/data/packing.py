@@ -14,8 +14,10 @@ Resuming reads the current shard up to the block's start again, which costs read
 import dataclasses
 import hashlib
 import itertools
+import multiprocessing
 import warnings
 from collections.abc import Iterable, Iterator
+from multiprocessing.context import BaseContext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,7 +34,7 @@ from lol.data.tokenizer import encode_documents
 from lol.errors import UserError
 
 # A row as the model takes it: `input_ids` and `position_ids`, each (n,).
-Row = dict[str, Int64[Tensor, "n"]]
+Row = dict[str, Int64[Tensor, "_"]]
 Place = TypeVar("Place")
 # Documents per call of the tokenizer and per read of the source.
 _BATCH = 64
@@ -214,9 +216,11 @@ class PackedLoader(StatefulDataLoader):
 def make_loader(packed: PackedDocuments, batch_size: int, num_workers: int = 0) -> PackedLoader:
     """A loader over the packed documents: an endless iterator of batches, to be taken once per run.
 
-    With workers, each reads and packs its own part of the documents. They are spawned, not forked: the tokenizer and
-    torch hold threads that a fork would lose. It draws from a generator of its own, so that it leaves the global one
-    as it is.
+    With workers, each reads and packs its own part of the documents; a script that asks for them needs the usual
+    `if __name__ == "__main__":`. The loader draws from a generator of its own and leaves the global one as it is.
+
+    Raises:
+        UserError: the batch size is below 1 or the number of workers below 0.
     """
     if batch_size < 1 or num_workers < 0:
         raise UserError(f"the batch size is {batch_size} and the workers {num_workers}; at least 1 and 0 are needed")
@@ -228,7 +232,7 @@ def make_loader(packed: PackedDocuments, batch_size: int, num_workers: int = 0) 
             batch_size=batch_size,
             num_workers=num_workers,
             generator=torch.Generator().manual_seed(packed.seed),
-            multiprocessing_context="spawn" if num_workers else None,
+            multiprocessing_context=_worker_context() if num_workers else None,
         )
 
 
@@ -261,6 +265,17 @@ def token_documents(documents: IterableDataset, tokenizer: PreTrainedTokenizerFa
     """Every document once, in reading order, as token ids (BOS + tokens + EOS)."""
     for batch in documents.iter(_BATCH):
         yield from encode_documents(tokenizer, batch["text"])
+
+
+def _worker_context() -> BaseContext:
+    """Workers come from a fork server that has imported this module once.
+
+    A plain fork would lose the threads that torch and the tokenizer hold by then, and every spawned worker would
+    spend seconds on the imports.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 def _part() -> tuple[int, int]:

@@ -16,12 +16,13 @@ Reading is lazy and in a fixed order. Documents of white space only are left out
 """
 
 import hashlib
+import io
 import itertools
 import json
 import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import pyarrow
 import pyarrow.parquet
@@ -116,7 +117,7 @@ def split_documents(
     return sides[0], sides[1]
 
 
-def cut_text(lines: TextIO, document_chars: int) -> Iterator[str]:
+def cut_text(lines: io.TextIOBase, document_chars: int) -> Iterator[str]:
     """Cut a text into documents of at least `document_chars` characters; joined they are the text again.
 
     The cut lies after the first blank line past that length, or after a line's end where four times as many

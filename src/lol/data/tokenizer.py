@@ -70,8 +70,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception, and broken files raise nearly anything
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{path}: no tokenizer can be loaded from it ({error}); it must hold tokenizer.json and"
+            f"{path}: no tokenizer can be loaded from it ({reason}); it must hold tokenizer.json and"
             " tokenizer_config.json, as save_pretrained writes them"
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
