@@ -92,7 +92,7 @@ def test_two_workers_read_the_corpus_once_and_can_be_resumed(tokenizer, open_tex
 @pytest.mark.slow
 def test_a_worker_without_documents_says_so(tokenizer, open_texts):
     loader = make_loader(PackedDocuments(open_texts(["only one"]), tokenizer, 4), 1, num_workers=2)
-    with pytest.raises(UserError, match="no document for worker 1 of 2; use fewer workers"):
+    with pytest.raises(UserError, match=r"^no document for worker 1 of 2; use fewer workers"):
         list(islice(loader, 4))
 
 

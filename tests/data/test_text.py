@@ -129,7 +129,7 @@ def test_document_chars_decides_the_number_of_documents(tmp_path):
     st.integers(1, 60),
 )
 def test_cut_documents_join_to_the_text(text, chars):
-    documents = list(cut_text(io.StringIO(text), chars))
+    documents = list(cut_text(io.StringIO(text).readline, chars))
     assert "".join(documents) == text
     if len(text) >= chars:
         assert all(len(document) >= chars for document in documents)
@@ -140,7 +140,7 @@ def test_cut_documents_join_to_the_text(text, chars):
 @pytest.mark.parametrize("end", ["\n", ""])
 def test_text_without_blank_lines_is_cut_at_line_ends_or_within_lines(end):
     text = ("word " * 20 + end) * 100
-    documents = list(cut_text(io.StringIO(text), 100))
+    documents = list(cut_text(io.StringIO(text).readline, 100))
     assert "".join(documents) == text
     assert len(documents) > 20
     if end:

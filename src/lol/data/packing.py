@@ -33,8 +33,8 @@ from transformers import PreTrainedTokenizerFast
 from lol.data.tokenizer import encode_documents
 from lol.errors import UserError
 
-# A row as the model takes it: `input_ids` and `position_ids`, each (n,).
-Row = dict[str, Int64[Tensor, "_"]]
+# `input_ids` and `position_ids` as the model takes them: (n,) for a row, (batch, n) for a batch of rows.
+Row = dict[str, Int64[Tensor, "..."]]
 Place = TypeVar("Place")
 # Documents per call of the tokenizer and per read of the source.
 _BATCH = 64
@@ -194,6 +194,10 @@ class PackedLoader(StatefulDataLoader):
         parts = [place] if self.num_workers == 0 else place["_snapshot"]["_worker_snapshots"].values()
         return min(part["dataset_state"]["cursor"]["epoch"] for part in parts)
 
+    def __iter__(self) -> Any:  # an Iterator[Row], which torch types as a class of its own
+        batches = super().__iter__()
+        return _with_clear_errors(batches) if self.num_workers else batches
+
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch that was given out."""
         return {"num_workers": self.num_workers, "batch_size": self.batch_size, "loader": super().state_dict()}
@@ -265,6 +269,19 @@ def token_documents(documents: IterableDataset, tokenizer: PreTrainedTokenizerFa
     """Every document once, in reading order, as token ids (BOS + tokens + EOS)."""
     for batch in documents.iter(_BATCH):
         yield from encode_documents(tokenizer, batch["text"])
+
+
+def _with_clear_errors(batches: Iterator[Row]) -> Iterator[Row]:
+    """The batches; a worker's UserError, which arrives as a traceback in one string, is raised as its message."""
+    try:
+        yield from batches
+        return
+    except UserError as error:
+        message = str(error).rsplit(f"{UserError.__module__}.{UserError.__qualname__}: ", 1)[-1]
+        # The traceback refers to itself and holds the workers: found by the garbage collector only, they are not told
+        # to stop, and 5 seconds go by for each.
+        error.__traceback__ = None
+    raise UserError(message.strip())
 
 
 def _worker_context() -> BaseContext:
