@@ -14,7 +14,10 @@ Resuming reads the current shard up to the block's start again, which costs read
 import dataclasses
 import hashlib
 import itertools
+import multiprocessing
+import warnings
 from collections.abc import Iterable, Iterator
+from multiprocessing.context import BaseContext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,8 +33,8 @@ from transformers import PreTrainedTokenizerFast
 from lol.data.tokenizer import encode_documents
 from lol.errors import UserError
 
-# A row as the model takes it: `input_ids` and `position_ids`, each (n,).
-Row = dict[str, Int64[Tensor, "n"]]
+# `input_ids` and `position_ids` as the model takes them: (n,) for a row, (batch, n) for a batch of rows.
+Row = dict[str, Int64[Tensor, "..."]]
 Place = TypeVar("Place")
 # Documents per call of the tokenizer and per read of the source.
 _BATCH = 64
@@ -113,8 +116,8 @@ class PackedDocuments(TorchIterableDataset):
         for name, value in self._made_with().items():
             if state["made_with"][name] != value:
                 raise UserError(
-                    f"the saved place in the data was made with {name} {state['made_with'][name]}, this run has {value};"
-                    " resume with the same, or start a new run"
+                    f"the saved place in the data was made with {name} {state['made_with'][name]}, this run has"
+                    f" {value}; resume with the same, or start a new run"
                 )
         self._cursor = _Cursor(**state["cursor"])
 
@@ -144,19 +147,20 @@ class PackedDocuments(TorchIterableDataset):
     def _blocks(self, start: _Cursor) -> Iterator[tuple[_Cursor, list[str]]]:
         """Blocks of at most `shuffle_buffer` texts in reading order, from the one at `start` on."""
         for epoch in itertools.count(start.epoch):
-            first = start if epoch == start.epoch else _Cursor(epoch)
-            block = None
+            block = start if epoch == start.epoch else _Cursor(epoch)
             texts: list[str] = []
-            for shard, document, text in self._read(first):
+            found = 0
+            for shard, document, text in self._read(block):
                 if not texts:
                     block = _Cursor(epoch, shard, document)
                 texts.append(text)
+                found += 1
                 if len(texts) == self.shuffle_buffer:
                     yield block, texts
                     texts = []
-            if texts and block:
+            if texts:
                 yield block, texts
-            if block is None and epoch > start.epoch:
+            if not found and epoch > start.epoch:
                 worker, workers = _part()
                 raise UserError(
                     f"no document for worker {worker} of {workers}; use fewer workers, or a source with more documents"
@@ -183,6 +187,17 @@ class PackedDocuments(TorchIterableDataset):
 class PackedLoader(StatefulDataLoader):
     """Batches of rows, each entry (batch, n); its state is JSON and holds for the same number of workers only."""
 
+    @property
+    def epoch(self) -> int:
+        """Passes over the documents that every worker has completed."""
+        place = super().state_dict()
+        parts = [place] if self.num_workers == 0 else place["_snapshot"]["_worker_snapshots"].values()
+        return min(part["dataset_state"]["cursor"]["epoch"] for part in parts)
+
+    def __iter__(self) -> Any:  # an Iterator[Row], which torch types as a class of its own
+        batches = super().__iter__()
+        return _with_clear_errors(batches) if self.num_workers else batches
+
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch that was given out."""
         return {"num_workers": self.num_workers, "batch_size": self.batch_size, "loader": super().state_dict()}
@@ -205,19 +220,24 @@ class PackedLoader(StatefulDataLoader):
 def make_loader(packed: PackedDocuments, batch_size: int, num_workers: int = 0) -> PackedLoader:
     """A loader over the packed documents: an endless iterator of batches, to be taken once per run.
 
-    With workers, each reads and packs its own part of the documents. They are spawned, not forked: the tokenizer and
-    torch hold threads that a fork would lose. It draws from a generator of its own, so that it leaves the global one
-    as it is.
+    With workers, each reads and packs its own part of the documents; a script that asks for them needs the usual
+    `if __name__ == "__main__":`. The loader draws from a generator of its own and leaves the global one as it is.
+
+    Raises:
+        UserError: the batch size is below 1 or the number of workers below 0.
     """
     if batch_size < 1 or num_workers < 0:
         raise UserError(f"the batch size is {batch_size} and the workers {num_workers}; at least 1 and 0 are needed")
-    return PackedLoader(
-        packed,
-        batch_size=batch_size,
-        num_workers=num_workers,
-        generator=torch.Generator().manual_seed(packed.seed),
-        multiprocessing_context="spawn" if num_workers else None,
-    )
+    with warnings.catch_warnings():
+        # torchdata 0.11 sets a torch "vital" that torch 2.13 calls deprecated; nothing here can keep it from that.
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
+        return PackedLoader(
+            packed,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            generator=torch.Generator().manual_seed(packed.seed),
+            multiprocessing_context=_worker_context() if num_workers else None,
+        )
 
 
 def held_out_rows(
@@ -249,6 +269,30 @@ def token_documents(documents: IterableDataset, tokenizer: PreTrainedTokenizerFa
     """Every document once, in reading order, as token ids (BOS + tokens + EOS)."""
     for batch in documents.iter(_BATCH):
         yield from encode_documents(tokenizer, batch["text"])
+
+
+def _with_clear_errors(batches: Iterator[Row]) -> Iterator[Row]:
+    """The batches; a worker's UserError, which arrives as a traceback in one string, is raised as its message."""
+    try:
+        yield from batches
+        return
+    except UserError as error:
+        message = str(error).rsplit(f"{UserError.__module__}.{UserError.__qualname__}: ", 1)[-1]
+        # The traceback refers to itself and holds the workers: found by the garbage collector only, they are not told
+        # to stop, and 5 seconds go by for each.
+        error.__traceback__ = None
+    raise UserError(message.strip())
+
+
+def _worker_context() -> BaseContext:
+    """Workers come from a fork server that has imported this module once.
+
+    A plain fork would lose the threads that torch and the tokenizer hold by then, and every spawned worker would
+    spend seconds on the imports.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 def _part() -> tuple[int, int]:

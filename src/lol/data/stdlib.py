@@ -4,6 +4,7 @@ Chosen for a split by module: a near copy of another module would carry held-out
 table is neither prose nor code, and a machine's own build settings are no part of the library.
 """
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -35,10 +36,11 @@ def stdlib_files() -> list[tuple[str, Path]]:
         Source: decided here.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = []
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        name = path.relative_to(root)
-        if _FOLDERS.intersection(name.parts) or name.as_posix() in _FILES or name.parts[0].startswith(_PREFIXES):
-            continue
-        files.append((name.parts[0].removesuffix(".py"), path))
-    return files
+    files = {}
+    for parent, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _FOLDERS and not name.startswith(_PREFIXES)]
+        for name in names:
+            path = Path(parent, name).relative_to(root)
+            if path.suffix == ".py" and path.as_posix() not in _FILES and not name.startswith(_PREFIXES):
+                files[path.as_posix()] = (path.parts[0].removesuffix(".py"), root / path)
+    return [file for _, file in sorted(files.items())]

@@ -18,10 +18,11 @@ Reading is lazy and in a fixed order. Documents of white space only are left out
 import hashlib
 import itertools
 import json
+import os
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import pyarrow
 import pyarrow.parquet
@@ -31,9 +32,14 @@ from lol.data.stdlib import stdlib_files
 from lol.errors import UserError
 
 # What a folder's files must end in to count as text; a file named directly may end in anything.
-TEXT_SUFFIXES = frozenset(
-    [".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".css", ".xml", ".csv", ".tsv", ".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".py", ".pyi", ".js", ".ts", ".c", ".h", ".cc", ".cpp", ".hpp", ".cs", ".go", ".rs", ".java", ".kt", ".scala", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".hs", ".ml", ".lisp", ".el", ".sh", ".sql"]
-)
+# fmt: off
+TEXT_SUFFIXES = frozenset({
+    ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".css", ".xml", ".csv", ".tsv",
+    ".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".py", ".pyi", ".js", ".ts", ".c", ".h", ".cc", ".cpp",
+    ".hpp", ".cs", ".go", ".rs", ".java", ".kt", ".scala", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".hs",
+    ".ml", ".lisp", ".el", ".sh", ".sql",
+})
+# fmt: on
 ROW_SUFFIXES = frozenset({".jsonl", ".parquet"})
 # Files are dealt into at most this many shards: enough to shuffle and to share among workers, few enough to open.
 _MAX_SHARDS = 64
@@ -111,17 +117,18 @@ def split_documents(
     return sides[0], sides[1]
 
 
-def cut_text(lines: TextIO, document_chars: int) -> Iterator[str]:
+def cut_text(readline: Callable[[int], str], document_chars: int) -> Iterator[str]:
     """Cut a text into documents of at least `document_chars` characters; joined they are the text again.
 
-    The cut lies after the first blank line past that length, or after a line's end where four times as many
-    characters brought no blank line. A shorter rest belongs to the last document. Source: decided here.
+    `readline(limit)` is that of an open text file. The cut lies after the first blank line past that length, or after
+    a line's end where four times as many characters brought no blank line. A shorter rest belongs to the last
+    document. Source: decided here.
     """
     longest = _PATIENCE * document_chars
     waiting = ""
     pieces: list[str] = []
     size = 0
-    while line := lines.readline(longest):
+    while line := readline(longest):
         pieces.append(line)
         size += len(line)
         if size >= longest or (size >= document_chars and not line.strip()):
@@ -168,16 +175,16 @@ def _list_files(source: str) -> list[_File]:
 
 def _list_folder(folder: Path) -> list[_File]:
     files = []
-    for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
-        name = path.relative_to(folder)
-        suffix = path.suffix.lower()
-        if any(part.startswith(".") for part in name.parts) or not path.is_file():
-            continue
-        if suffix in ROW_SUFFIXES:
-            files.append(_File(str(path), suffix, None))
-        elif suffix in TEXT_SUFFIXES:
-            files.append(_File(str(path), "whole", name.as_posix()))
-    return files
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(parent, name) for name in names if not name.startswith(".")):
+            suffix = path.suffix.lower()
+            group = path.relative_to(folder).as_posix()
+            if suffix in ROW_SUFFIXES and path.is_file():
+                files.append((group, _File(str(path), suffix, None)))
+            elif suffix in TEXT_SUFFIXES and path.is_file():
+                files.append((group, _File(str(path), "whole", group)))
+    return [file for _, file in sorted(files)]
 
 
 def _read_shards(shards: list[tuple[_File, ...]], text_column: str, document_chars: int) -> Iterator[dict[str, str]]:
@@ -196,7 +203,7 @@ def _read_shards(shards: list[tuple[_File, ...]], text_column: str, document_cha
 def _read_text(file: _File, document_chars: int) -> Iterator[str]:
     try:
         with tokenize.open(file.path) if file.kind == "code" else open(file.path, encoding="utf-8-sig") as handle:
-            for text in [handle.read()] if file.kind == "whole" else cut_text(handle, document_chars):
+            for text in [handle.read()] if file.kind == "whole" else cut_text(handle.readline, document_chars):
                 if "\0" in text:
                     raise UserError(f"{file.path}: a binary file (it holds a zero byte); give a text file")
                 yield text

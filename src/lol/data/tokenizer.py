@@ -51,7 +51,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     backend.train_from_iterator(sample, trainer)
     if sample.chars == 0:
         raise UserError("there is no text to train a tokenizer on; give a source that holds some")
-    return _with_convention(PreTrainedTokenizerFast(tokenizer_object=backend, **_names(BOS, EOS, PAD)))
+    return _with_convention(
+        PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=PAD)
+    )
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
@@ -68,8 +70,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception, and broken files raise nearly anything
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{path}: no tokenizer can be loaded from it ({error}); it must hold tokenizer.json and"
+            f"{path}: no tokenizer can be loaded from it ({reason}); it must hold tokenizer.json and"
             " tokenizer_config.json, as save_pretrained writes them"
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -83,7 +86,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
-    """The token ids of whole documents, BOS + tokens + EOS each; one call of the tokenizer for all of them."""
+    """The token ids of whole documents, BOS + tokens + EOS each; one call of the tokenizer for all of them.
+
+    Raises:
+        UserError: the tokenizer has no EOS token.
+    """
     if not texts:
         return []
     encoded = tokenizer(
@@ -93,7 +100,7 @@ def encode_documents(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -
         return_attention_mask=False,
         verbose=False,
     )
-    start, end = _start_id(tokenizer), tokenizer.eos_token_id
+    start, end = _start_id(tokenizer), _id_of(tokenizer, "eos_token")
     return [[start, *ids, end] for ids in encoded["input_ids"]]
 
 
@@ -112,25 +119,27 @@ class _Sample:
                 return
 
 
-def _names(bos: str | None, eos: str | None, pad: str | None) -> dict[str, str]:
-    names = {"bos_token": bos, "eos_token": eos, "pad_token": pad}
-    return {key: value for key, value in names.items() if value is not None}
-
-
 def _start_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return _id_of(tokenizer, "eos_token" if tokenizer.bos_token is None else "bos_token")
+
+
+def _id_of(tokenizer: PreTrainedTokenizerFast, name: str) -> int:
+    token = getattr(tokenizer, name)
+    found = tokenizer.backend_tokenizer.token_to_id(str(token))
+    if found is None:
+        raise UserError(f"the tokenizer's {name} is {token}, which its vocabulary does not hold; use load_tokenizer")
+    return found
 
 
 def _with_convention(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """The tokenizer in the plain class, which keeps the post-processor as it is set (model classes rebuild theirs)."""
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    special = {name: str(getattr(tokenizer, name)) for name in names if getattr(tokenizer, name) is not None}
+    start = special.get("bos_token", special["eos_token"])
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    start = tokenizer.convert_ids_to_tokens(_start_id(tokenizer))
     backend.post_processor = processors.TemplateProcessing(
         single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, _start_id(tokenizer))]
     )
-    names = _names(tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
-    if tokenizer.unk_token is not None:
-        names["unk_token"] = tokenizer.unk_token
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_input_names=["input_ids", "attention_mask"], padding_side="left", **names
+        tokenizer_object=backend, model_input_names=["input_ids", "attention_mask"], padding_side="left", **special
     )
