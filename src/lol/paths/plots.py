@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 BASE_COLORS = ("#4251c2", "#a97732", "#37d8f8", "#9c294e", "#cfcc50", "#618495", "#e19c9e", "#9691f7")
 # Blocks 8 to 15 are mixed with white, 16 to 23 with black, and so on, further each time.
-_MIXES = ((1.0, 0.0), (1.0, 0.45), (0.0, 0.4), (1.0, 0.7), (0.0, 0.65))
+_MIXES = ((1.0, 0.0), (1.0, 0.35), (0.0, 0.35), (1.0, 0.6), (0.0, 0.6))
 
 
 def block_colors(num_experts: int) -> list[str]:
