@@ -1,5 +1,262 @@
-"""`lol …`."""
+"""`lol …`: one command per verb, its flags made from typed functions and dataclasses by tyro; no logic of its own."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import docstring_parser
+import tyro
+from huggingface_hub.errors import StrictDataclassError
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+
+from lol.errors import UserError
+from lol.model.config import LoLConfig
+from lol.train.config import MODEL_FIELDS, TrainConfig
+
+USAGE = """\
+usage: lol VERB [flags]          lol VERB --help lists a verb's flags
+
+  train          train a model, or go on with a run
+                 lol train --recipe demo --run runs/demo
+                 lol train --recipe demo --run runs/mine --data my-text.txt --steps 500
+  generate       continue a prompt; --path forces blocks
+                 lol generate --model runs/demo --prompt "import os"
+  paths show     print the block of every window and depth of a text
+                 lol paths show --model runs/demo --text "def f(x): return x"
+  paths report   write a run's report.html
+                 lol paths report --run runs/demo
+  tokenizer      train a byte-level BPE
+                 lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
+  bench core     time the dispatch of a routed depth against its alternatives
+                 lol bench core --json core.json
+"""
 
 
-def main() -> None:
-    """Entry point of the command line."""
+@dataclass(frozen=True)
+class Train:
+    """Train a model, or go on with a run.
+
+    Example: lol train --recipe demo --run runs/mine --data my-text.txt --steps 500 --model.num-experts 8
+    """
+
+    run: Path
+    """Folder of the run: configuration, metrics and checkpoints. Never overwritten unasked."""
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Go on from the newest checkpoint of the run, bit for bit as if never stopped."""
+
+
+def train(args: list[str]) -> int:
+    from lol.train.recipes import recipe
+    from lol.train.trainer import train as run_training
+
+    named = recipe(_flag(args, "--recipe", default="demo"))
+    command = _parse(Train, "train", args, default=Train(run=tyro.MISSING, config=named))
+    outcome = run_training(command.config, command.run, resume=command.resume)
+    if outcome.stopped_by is not None:
+        print(f"stopped by {outcome.stopped_by} after step {outcome.step}; a checkpoint is written. Go on with --resume.")
+        return 130 if outcome.stopped_by == "SIGINT" else 143
+    print(_summary_lines(outcome.summary or {}))
+    return 0
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a prompt, which counts as the beginning of a document.
+
+    Example: lol generate --model runs/demo --prompt "import os" --path 0 1 2 3 0 1
+    """
+
+    model: Path
+    """A run folder (its newest checkpoint), a checkpoint, or a folder written by transformers."""
+    prompt: str = ""
+    """The text to continue."""
+    max_new_tokens: int = 100
+    """Stop after so many tokens, if the document does not end before."""
+    temperature: float = 0.8
+    """0 takes the most probable token every time."""
+    top_k: int = 50
+    """Sample among so many most probable tokens."""
+    seed: int = 0
+    """Decides the sample."""
+    path: list[int] | None = None
+    """One block per depth that every window is to run; -1 leaves a depth to the router."""
+
+
+def generate(args: list[str]) -> int:
+    from transformers import TextStreamer
+
+    from lol.generate import generate_text
+    from lol.train.loading import load_model
+
+    command = _parse(Generate, "generate", args)
+    model, tokenizer = load_model(command.model)
+    options = dataclasses.asdict(command) | {"streamer": TextStreamer(tokenizer, skip_special_tokens=True)}  # pyright: ignore
+    options.pop("model")
+    generate_text(model, tokenizer, **options)
+    return 0
+
+
+@dataclass(frozen=True)
+class PathsShow:
+    """Print the block of every window and depth of a text, with the weight of its update.
+
+    Example: lol paths show --model runs/demo --text "def f(x): return x"
+    """
+
+    model: Path
+    """A run folder (its newest checkpoint), a checkpoint, or a folder written by transformers."""
+    text: str
+    """The text, read as the beginning of a document."""
+
+
+def paths_show(args: list[str]) -> int:
+    from lol.experiments.run_report import show_paths
+    from lol.train.loading import load_model
+
+    command = _parse(PathsShow, "paths show", args)
+    show_paths(*load_model(command.model), command.text)
+    return 0
+
+
+@dataclass(frozen=True)
+class PathsReport:
+    """Write a run's report: loss, use of the blocks, a sample, and held-out text coloured by path, in one HTML file.
+
+    Example: lol paths report --run runs/demo
+    """
+
+    run: Path
+    """The run folder."""
+    out: Path | None = None
+    """The file to write; without it, report.html in the run folder."""
+    documents: int = 6
+    """Held-out rows to show."""
+
+
+def paths_report(args: list[str]) -> int:
+    from lol.experiments.run_report import report_run
+
+    command = _parse(PathsReport, "paths report", args)
+    print(f"written: {report_run(command.run, out=command.out, num_rows=command.documents)}")
+    return 0
+
+
+@dataclass(frozen=True)
+class TrainTokenizer:
+    """Train a byte-level BPE and save it as a Hugging Face tokenizer.
+
+    Example: lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
+    """
+
+    data: str
+    """Text file, folder, .jsonl, .parquet, hf:NAME[:CONFIG][:SPLIT], or stdlib."""
+    out: Path
+    """Folder to write; must not exist yet."""
+    vocab_size: int = 4096
+    """Tokens, the three special ones included."""
+    text_column: str = "text"
+    """Column of the text in .jsonl, .parquet and hub data sets."""
+
+
+def tokenizer(args: list[str]) -> int:
+    from lol.data.text import open_documents
+    from lol.data.tokenizer import train_tokenizer
+
+    command = _parse(TrainTokenizer, "tokenizer", args)
+    if command.out.exists():
+        raise UserError(f"{command.out} exists already: name a new folder as --out")
+    documents = open_documents(command.data, text_column=command.text_column)
+    trained = train_tokenizer((document["text"] for document in documents), command.vocab_size)
+    trained.save_pretrained(command.out)
+    print(f"written: {command.out} ({len(trained):,} tokens)")
+    return 0
+
+
+def bench_core(args: list[str]) -> int:
+    from lol.bench.core import BenchCore, bench
+
+    command = _parse(BenchCore, "bench core", args)
+    result = bench(command)
+    if command.json is not None:
+        command.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
+    ("train",): train,
+    ("generate",): generate,
+    ("paths", "show"): paths_show,
+    ("paths", "report"): paths_report,
+    ("tokenizer",): tokenizer,
+    ("bench", "core"): bench_core,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb. Returns 0, or 2 after a mistake in the input, whose message has gone to standard error."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    for words, verb in VERBS.items():
+        if tuple(args[: len(words)]) == words:
+            try:
+                return verb(args[len(words) :])
+            except UserError as error:
+                return _complain(str(error))
+            except StrictDataclassError as error:
+                return _complain(f"{error.__cause__ or error} ({error})")
+    return _complain(f"there is no verb {' '.join(args[:2])!r}\n\n{USAGE}")
+
+
+def _complain(message: str) -> int:
+    print(f"lol: {message}", file=sys.stderr)
+    return 2
+
+
+def _parse(command: type[Any], verb: str, args: list[str], default: Any = None) -> Any:
+    registry = ConstructorRegistry()
+    registry.struct_rule(_model_flags)
+    with registry:
+        return tyro.cli(command, prog=f"lol {verb}", args=args, **({} if default is None else {"default": default}))
+
+
+def _model_flags(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """Flags for the fields of `LoLConfig` that belong to a run, and none for the many it inherits."""
+    if info.type is not LoLConfig:
+        return None
+    help_of = {item.arg_name: item.description for item in docstring_parser.parse(LoLConfig.__doc__ or "").params}
+    fields = tuple(
+        StructFieldSpec(
+            name=name,
+            type=LoLConfig.__annotations__[name],
+            default=getattr(info.default, name),
+            helptext=help_of.get(name),
+        )
+        for name in MODEL_FIELDS
+    )
+    return StructConstructorSpec(instantiate=LoLConfig, fields=fields)
+
+
+def _flag(args: list[str], flag: str, default: str) -> str:
+    """The value of a flag that decides the defaults of the others, so it is read before them."""
+    for place, arg in enumerate(args):
+        if arg == flag and place + 1 < len(args):
+            return args[place + 1]
+        if arg.startswith(f"{flag}="):
+            return arg.removeprefix(f"{flag}=")
+    return default
+
+
+def _summary_lines(summary: dict[str, Any]) -> str:
+    losses = [("this model", summary["held_out_loss"])]
+    losses += [(name, summary[f"{name}_loss"]) for name in ("bigram", "unigram") if f"{name}_loss" in summary]
+    lines = ["held-out loss, nats per token:"]
+    lines += [f"  {name:<12}{loss:.3f}" for name, loss in losses]
+    lines.append(f"busiest block: {100 * summary['busiest_block_share']:.0f} % of the held-out windows")
+    return "\n".join(lines)

@@ -67,7 +67,7 @@ class LoLConfig(PreTrainedConfig):
     window_size: int = 128
     window_stride: int = 64
     routing: Literal["learned", "fixed"] = "learned"
-    fixed_path: list[int] | tuple[int, ...] | None = None
+    fixed_path: list[int] | None = None
     core_attention: Literal["windowed", "full", "sliding"] = "windowed"
     tie_router: bool = True
     router_noise_max: int | float = 10.0

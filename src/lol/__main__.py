@@ -1,0 +1,7 @@
+"""`python -m lol` is `lol`."""
+
+import sys
+
+from lol.cli import main
+
+sys.exit(main())

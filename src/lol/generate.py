@@ -1,0 +1,48 @@
+"""Text from a trained model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+from transformers.generation.streamers import BaseStreamer
+
+from lol.model.lm import LoLForCausalLM
+
+
+@torch.no_grad()
+def generate_text(
+    model: LoLForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    path: Sequence[int] | None = None,
+    streamer: BaseStreamer | None = None,
+) -> str:
+    """Continue a prompt, which counts as the beginning of a document.
+
+    Args:
+        max_new_tokens: Generate at most so many tokens; the end of the document ends it earlier.
+        temperature: 0 takes the most probable token every time.
+        top_k: Sample among so many most probable tokens.
+        seed: Decides the sample.
+        path: One block per depth that every window is to run; -1 leaves a depth to the router.
+        streamer: Receives the text while it is made.
+
+    Returns:
+        Prompt and continuation.
+    """
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k}
+    if path is not None:
+        sampling["path"] = list(path)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        ids = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)
+    return tokenizer.decode(ids[0], skip_special_tokens=True)

@@ -1,0 +1,177 @@
+"""`TrainConfig`: everything that decides a training run, typed, and its form as JSON."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from lol.errors import UserError
+from lol.model.config import LoLConfig
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on. (See `lol.data`.)"""
+
+    source: Annotated[str, tyro.conf.arg(aliases=["--data"])] = "stdlib"
+    """Text file, folder, .jsonl, .parquet, hf:NAME[:CONFIG][:SPLIT], or stdlib (the running Python's own library)."""
+    held_out_source: str | None = None
+    """Evaluate on this source; without it, a share of the documents of `source` is held out."""
+    held_out_fraction: float = 0.05
+    """Share of the documents' groups that is held out."""
+    text_column: str = "text"
+    """Column of the text in .jsonl, .parquet and hub data sets."""
+    document_chars: int = 2000
+    """A plain text file is cut at blank lines into documents of at least so many characters."""
+    tokenizer: str | None = None
+    """Folder of a Hugging Face tokenizer; without it, a byte-level BPE of model.vocab_size tokens is trained."""
+    context_length: int = 1024
+    """Tokens in a row."""
+    shuffle_buffer: int = 2048
+    """Documents that are shuffled together."""
+    num_workers: int = 0
+    """Processes that read and tokenize beside the training."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with linear warm-up and a cosine down to a floor."""
+
+    learning_rate: float = 3e-4
+    final_learning_rate: float = 0.1
+    """Share of the learning rate that is left at the last step."""
+    warmup_steps: int = 100
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """On matrices only: norms, biases, depth embeddings, FiLM and injection take none."""
+    clip_norm: float = 1.0
+    """Largest norm of the whole gradient; 0 clips nothing."""
+
+
+@dataclass(frozen=True)
+class BalanceConfig:
+    """How the library's blocks are kept in use. (Article; see `lol.train.balance`.)"""
+
+    strategy: Literal["loss_free", "aux_loss", "none"] = "loss_free"
+    """A bias on the choice moved after every step, a loss over the whole batch, or nothing."""
+    rate: float = 0.001
+    """How far the bias moves in a step."""
+    limit: float = 16.0
+    """The bias stays within ± limit."""
+    stop: float = 0.966
+    """Share of the steps after which the bias rests."""
+    centre: bool = False
+    """Take the mean out of each move of the bias."""
+    sequence_aux: float = 1e-4
+    """Coefficient of the loss that balances each document, beside the bias."""
+    global_aux: float = 0.02
+    """Coefficient of the loss of strategy aux_loss."""
+    count: Literal["chosen", "unbiased"] = "chosen"
+    """What the losses count: the blocks that ran, or the blocks of highest probability (as DeepSeek-V3 does)."""
+
+
+@dataclass(frozen=True)
+class GrowthConfig:
+    """The core starts shallow and deepens. (Article.)"""
+
+    initial_depth: int | None = None
+    """Depths run at the first step; without it, all depths run from the start."""
+    until: float = 0.75
+    """Share of the steps after which all depths run."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Measuring on held-out rows."""
+
+    every: int = 100
+    """Steps between evaluations; 0 measures only at the end."""
+    rows: int = 64
+    """Held-out rows that are measured."""
+    ngrams: bool = False
+    """At the end, count a unigram and a bigram model on all training tokens and report their held-out losses too."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run."""
+
+    recipe: str = ""
+    """Name of the recipe that this configuration started from."""
+    model: LoLConfig = field(default_factory=LoLConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    growth: GrowthConfig = field(default_factory=GrowthConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    steps: int = 1000
+    """Optimizer steps."""
+    batch_size: int = 16
+    """Rows in a forward pass."""
+    accumulation: int = 1
+    """Forward passes in an optimizer step."""
+    seed: int = 0
+    """Decides initial weights, data order and noise."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints; 0 writes only the last one."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "batch_size": 1, "accumulation": 1, "checkpoint_every": 0, "keep_checkpoints": 1}
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise UserError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
+        for name in ("until",):
+            _check_share("growth", self.growth, name)
+        _check_share("balance", self.balance, "stop")
+        depths, initial = self.model.num_routed_depths, self.growth.initial_depth
+        if initial is not None and not 1 <= initial <= max(depths, 1):
+            raise UserError(f"growth.initial_depth={initial}, but the model has {depths} routed depths: 1 to {depths}")
+        if not self.optim.warmup_steps >= 0:
+            raise UserError(f"optim.warmup_steps must not be negative, not {self.optim.warmup_steps}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.accumulation * self.data.context_length
+
+
+def _check_share(section: str, config: Any, name: str) -> None:
+    if not 0 <= getattr(config, name) <= 1:
+        raise UserError(f"{section}.{name} is a share of the steps, 0 to 1, not {getattr(config, name)}")
+
+
+# The run itself decides these (tokenizer, context) or they are about the use of a trained model.
+_NOT_OF_A_RUN = {
+    "max_position_embeddings", "output_router_logits", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id",
+}  # fmt: skip
+MODEL_FIELDS = tuple(name for name in LoLConfig.__annotations__ if name not in _NOT_OF_A_RUN)
+"""The fields of `LoLConfig` that are part of a run's configuration."""
+
+
+def as_json(config: TrainConfig) -> dict[str, Any]:
+    """The configuration as nested dictionaries of JSON values."""
+    sections = {
+        item.name: dataclasses.asdict(getattr(config, item.name))
+        for item in dataclasses.fields(config)
+        if dataclasses.is_dataclass(getattr(config, item.name)) and item.name != "model"
+    }
+    model = {name: getattr(config.model, name) for name in MODEL_FIELDS}
+    plain = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+    return plain | sections | {"model": model}
+
+
+def from_json(values: dict[str, Any]) -> TrainConfig:
+    """The inverse of `as_json`.
+
+    Raises:
+        UserError: a field that does not exist.
+    """
+    sections = {"data": DataConfig, "optim": OptimConfig, "balance": BalanceConfig, "growth": GrowthConfig}
+    sections |= {"eval": EvalConfig, "model": LoLConfig}
+    built = {name: sections[name](**value) if name in sections else value for name, value in values.items()}
+    if "optim" in built:
+        built["optim"] = dataclasses.replace(built["optim"], betas=tuple(built["optim"].betas))
+    return TrainConfig(**built)

@@ -1,0 +1,59 @@
+"""Open a trained model for use: from a run folder, a checkpoint, or any folder that transformers has written."""
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from lol.data.tokenizer import load_tokenizer
+from lol.errors import UserError
+from lol.model.config import LoLConfig
+from lol.model.lm import LoLForCausalLM
+from lol.train.checkpoint import newest_checkpoint
+from lol.train.run_folder import CHECKPOINTS
+
+
+def load_model(folder: Path) -> tuple[LoLForCausalLM, PreTrainedTokenizerFast]:
+    """Load model and tokenizer, in eval mode. Of a run folder, the newest whole checkpoint.
+
+    Raises:
+        UserError: there is no model in the folder, it is of another architecture, or its weights are damaged.
+    """
+    path = find_checkpoint(folder)
+    config_file = path / "config.json"
+    try:
+        config = json.loads(config_file.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no model: give a run folder, a checkpoint or a transformers folder") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{config_file} cannot be read ({error}): give the folder of a model") from error
+    if config.get("model_type") != LoLConfig.model_type:
+        raise UserError(
+            f"{folder} holds a model of type {config.get('model_type')!r}: give one that was trained with lol "
+            f"(model_type {LoLConfig.model_type!r})"
+        )
+    transformers_logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise UserError(f"the weights in {path} cannot be loaded ({error}): use another checkpoint") from error
+    odd = sorted(report["missing_keys"]) + sorted(report["unexpected_keys"])
+    if odd:
+        raise UserError(f"the weights in {path} do not fit its config.json, for example {odd[0]}: use another checkpoint")
+    return model.eval(), load_tokenizer(path)
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """The folder itself, or the newest whole checkpoint if it is a run's."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder; train a model first: lol train --recipe demo --run {folder}")
+    if not (folder / CHECKPOINTS).is_dir():
+        return folder
+    newest = newest_checkpoint(folder, warn=print)
+    if newest is None:
+        raise UserError(f"{folder} holds no whole checkpoint yet: let the run write one, or lower --checkpoint-every")
+    return newest

@@ -1,0 +1,50 @@
+"""Recipes: functions that return a `TrainConfig`."""
+
+from collections.abc import Callable
+
+from lol.errors import UserError
+from lol.model.config import LoLConfig
+from lol.train.config import BalanceConfig, DataConfig, EvalConfig, GrowthConfig, OptimConfig, TrainConfig
+
+
+def demo() -> TrainConfig:
+    """The first hour: a small LoL on the standard library's own text, in minutes on two CPU cores.
+
+    A run of a few hundred steps cannot balance at the paper's 0.001 a step, so the bias moves faster here.
+    """
+    return TrainConfig(
+        recipe="demo",
+        model=LoLConfig(
+            vocab_size=2048,
+            hidden_size=192,
+            num_attention_heads=6,
+            num_prelude_layers=1,
+            num_coda_layers=1,
+            num_experts=4,
+            num_routed_depths=6,
+            window_size=32,
+            window_stride=16,
+        ),
+        data=DataConfig(source="stdlib", context_length=256),
+        optim=OptimConfig(learning_rate=3e-3, warmup_steps=30),
+        balance=BalanceConfig(rate=0.01),
+        growth=GrowthConfig(initial_depth=1),
+        eval=EvalConfig(every=50, rows=64, ngrams=True),
+        steps=300,
+        batch_size=16,
+        checkpoint_every=100,
+    )
+
+
+RECIPES: dict[str, Callable[[], TrainConfig]] = {"demo": demo}
+
+
+def recipe(name: str) -> TrainConfig:
+    """The recipe of this name.
+
+    Raises:
+        UserError: there is none; the message lists those that exist.
+    """
+    if name not in RECIPES:
+        raise UserError(f"there is no recipe {name!r}: choose one of {', '.join(sorted(RECIPES))}")
+    return RECIPES[name]()

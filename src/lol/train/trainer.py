@@ -1,0 +1,329 @@
+"""The training loop, to be read from top to bottom: open, prepare, restore, step, measure, save, sum up."""
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import IterableDataset
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from lol.data.ngram import NGramBaselines
+from lol.data.packing import PackedDocuments, PackedLoader, Row, held_out_rows, make_loader, token_documents
+from lol.data.text import open_documents, split_documents
+from lol.data.tokenizer import load_tokenizer, train_tokenizer
+from lol.errors import UserError
+from lol.model.config import LoLConfig
+from lol.model.cost import count_parameters
+from lol.model.lm import LoLForCausalLM
+from lol.train.balance import global_auxiliary_loss, sequence_auxiliary_losses, update_bias
+from lol.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from lol.train.config import TrainConfig, as_json
+from lol.train.curriculum import depth_at
+from lol.train.evaluate import Evaluation, evaluate
+from lol.train.interrupt import Interrupt
+from lol.train.metrics import MetricsLog, trim_metrics
+from lol.train.optim import learning_rate_at, make_optimizer
+from lol.train.progress import Progress
+from lol.train.run_folder import open_run
+from lol.train.state import rng_state, set_rng_state
+
+# What a resumed run may change: it decides what is kept and shown, not what is computed.
+MAY_DIFFER = ("checkpoint_every", "keep_checkpoints", "eval.ngrams")
+
+
+@dataclass
+class Session:
+    """The parts of a run, and how far it is."""
+
+    config: TrainConfig
+    run: Path
+    tokenizer: PreTrainedTokenizerFast
+    model: LoLForCausalLM
+    optimizer: torch.optim.Optimizer
+    loader: PackedLoader
+    train_documents: IterableDataset
+    held_out: list[Row]
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its summary if it came to its last step, else the signal that stopped it."""
+
+    run: Path
+    step: int
+    summary: dict[str, Any] | None
+    stopped_by: str | None
+
+
+def train(config: TrainConfig, run: Path, *, resume: bool = False, bar: bool | None = None) -> Outcome:
+    """Train in the folder `run`, or go on with the run that is there.
+
+    Args:
+        config: The run. A resumed run must have the same, except for `MAY_DIFFER`.
+        run: The run folder; see docs/training.md for what is in it.
+        resume: Continue from the newest whole checkpoint, bit for bit as if never stopped.
+        bar: Draw a progress bar; `None` decides by whether the output is a terminal.
+
+    Raises:
+        UserError: something in the configuration, the data or the folder; nothing was overwritten.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(open_run(run, as_json(config), resume=resume, may_differ=MAY_DIFFER))
+        checkpoint = newest_checkpoint(run, warn=print) if resume else None
+        session = prepare(config, run, checkpoint)
+        trim_metrics(run, session.step)
+        log = stack.enter_context(MetricsLog(run))
+        progress = stack.enter_context(
+            Progress(config.steps, session.step, enabled=bar, work=lambda step: _relative_cost(config, step))
+        )
+        progress.note(_describe(session))
+        stopped_by = run_steps(session, log, progress)
+        if stopped_by is not None:
+            return Outcome(run, session.step, None, stopped_by)
+        summary = summarize(session)
+        log.write(summary)
+    return Outcome(run, session.step, summary, None)
+
+
+def prepare(config: TrainConfig, run: Path, checkpoint: Path | None) -> Session:
+    """Data, tokenizer, model and optimizer; from the checkpoint's state if there is one."""
+    data = config.data
+    documents = open_documents(data.source, text_column=data.text_column, document_chars=data.document_chars)
+    if data.held_out_source is None:
+        train_documents, held_out_documents = split_documents(documents, data.held_out_fraction)
+    else:
+        train_documents = documents
+        held_out_documents = open_documents(
+            data.held_out_source, text_column=data.text_column, document_chars=data.document_chars
+        )
+    tokenizer = _tokenizer(config, train_documents, checkpoint)
+    packed = PackedDocuments(
+        train_documents, tokenizer, data.context_length, seed=config.seed, shuffle_buffer=data.shuffle_buffer
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(config.seed)
+    model = LoLForCausalLM(_model_config(config, tokenizer)).to(device)
+    session = Session(
+        config=config,
+        run=run,
+        tokenizer=tokenizer,
+        model=model,
+        optimizer=make_optimizer(model, config.optim),
+        loader=make_loader(packed, config.batch_size, data.num_workers),
+        train_documents=train_documents,
+        held_out=held_out_rows(held_out_documents, tokenizer, data.context_length, config.eval.rows),
+    )
+    if checkpoint is not None:
+        _restore(session, checkpoint)
+    return session
+
+
+def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | None:
+    """Take the steps that are left; the name of the signal that stopped them, if one did."""
+    config = session.config
+    session.model.train()
+    rows = iter(session.loader)
+    with Interrupt() as interrupt:
+        while session.step < config.steps:
+            began = time.monotonic()
+            batches = [next(rows) for _ in range(config.accumulation)]
+            record = take_step(session, batches)
+            session.seconds += time.monotonic() - began
+            record["tokens_per_second"] = round(config.tokens_per_step / (time.monotonic() - began), 1)
+            log.write(record)
+            held_out = None
+            last = session.step == config.steps
+            if config.eval.every and (session.step % config.eval.every == 0 or last):
+                held_out = evaluate(session.model, session.held_out, config.batch_size, record["depth"])
+                log.write({"event": "eval", "step": session.step, "loss": held_out.loss, "depth": record["depth"]})
+            progress.update(
+                session.step,
+                loss=record["loss"],
+                tokens=config.tokens_per_step,
+                depth=record["depth"],
+                depths=config.model.num_routed_depths,
+                heldout=held_out.loss if held_out else None,
+            )
+            due = config.checkpoint_every and session.step % config.checkpoint_every == 0
+            if due or last or interrupt.requested:
+                log.sync()
+                _save(session)
+            if interrupt.requested and not last:
+                return interrupt.signal
+    return None
+
+
+def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """One optimizer step over the micro-batches: as if they were one batch. Returns its record for the log."""
+    config, model, step = session.config, session.model, session.step
+    depth = depth_at(step, config)
+    learning_rate = learning_rate_at(step, config.steps, config.optim)
+    for group in session.optimizer.param_groups:
+        group["lr"] = learning_rate
+    targets = sum(int((batch["position_ids"] > 0).sum()) for batch in batches)
+    documents = sum(int((batch["position_ids"] == 0).sum()) for batch in batches)
+    loss, entropy = torch.zeros((), device=model.device), torch.zeros((), device=model.device)
+    load = torch.zeros(depth, config.model.num_experts, dtype=torch.long, device=model.device)
+    for index, batch in enumerate(batches):
+        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        output = model(
+            **batch,
+            labels=batch["input_ids"],
+            num_depths=depth,
+            generator=_noise_generator(config.seed, step, index),
+            output_router_logits=True,
+            num_items_in_batch=targets,
+        )
+        (output.loss + _balance_loss(output, config, documents, len(batches))).backward()
+        loss += output.loss.detach()
+        load += output.routing.load
+        entropy += _router_entropy(output) / len(batches)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm or float("inf"))
+    if not torch.isfinite(loss) or not torch.isfinite(norm):
+        raise UserError(
+            f"step {step + 1}: the loss is {loss.item():.4g} and the gradient's norm {norm.item():.4g}; training stops "
+            "before the weights are touched. Resume from the last checkpoint, with a lower --optim.learning-rate in a "
+            "new run"
+        )
+    session.optimizer.step()
+    session.optimizer.zero_grad(set_to_none=True)
+    if model.model.expert_bias is not None:
+        update_bias(model.model.expert_bias, load, config.balance, step, config.steps)
+    session.step += 1
+    session.tokens += config.tokens_per_step
+    return {
+        "event": "train",
+        "step": session.step,
+        "loss": loss.item(),
+        "tokens": session.tokens,
+        "depth": depth,
+        "learning_rate": learning_rate,
+        "grad_norm": norm.item(),
+        "load": load.tolist(),
+        "router_entropy": entropy.item(),
+    }
+
+
+def summarize(session: Session) -> dict[str, Any]:
+    """What the run came to: the held-out loss beside those of counted models, and the use of the blocks."""
+    config = session.config
+    result: Evaluation = evaluate(session.model, session.held_out, config.batch_size, config.model.num_routed_depths)
+    summary = {
+        "event": "summary",
+        "step": session.step,
+        "held_out_loss": result.loss,
+        "tokens": session.tokens,
+        "seconds": round(session.seconds, 1),
+        "parameters": count_parameters(session.model.config).total,
+        "busiest_block_share": result.busiest_share,
+        "load": result.load.tolist(),
+    }
+    if config.eval.ngrams:
+        counts = NGramBaselines.count(
+            token_documents(session.train_documents, session.tokenizer), len(session.tokenizer)
+        )
+        summary["unigram_loss"] = counts.unigram_loss(session.held_out)
+        summary["bigram_loss"] = counts.bigram_loss(session.held_out)
+    return summary
+
+
+def _tokenizer(config: TrainConfig, documents: IterableDataset, checkpoint: Path | None) -> PreTrainedTokenizerFast:
+    if checkpoint is not None:
+        return load_tokenizer(checkpoint)
+    if config.data.tokenizer is not None:
+        return load_tokenizer(config.data.tokenizer)
+    return train_tokenizer(_texts(documents), config.model.vocab_size)
+
+
+def _texts(documents: IterableDataset) -> Iterator[str]:
+    return (document["text"] for document in documents)
+
+
+def _model_config(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> LoLConfig:
+    """The run's model, sized for the tokenizer and trained on the run's context."""
+    fields = as_json(config)["model"] | {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "max_position_embeddings": config.data.context_length,
+    }
+    return LoLConfig(**fields)
+
+
+def _balance_loss(output: Any, config: TrainConfig, documents: int, batches: int) -> Tensor | float:
+    """The auxiliary loss of a micro-batch, its share of the step's."""
+    if output.router_logits is None or not output.router_logits:
+        return 0.0
+    balance = config.balance
+    if balance.strategy == "aux_loss":
+        return balance.global_aux * global_auxiliary_loss(output.router_logits, output.routing, balance) / batches
+    if balance.strategy == "none" or balance.sequence_aux == 0:
+        return 0.0
+    losses = sequence_auxiliary_losses(output.router_logits, output.routing, balance)
+    return balance.sequence_aux * losses.sum() / documents
+
+
+@torch.no_grad()
+def _router_entropy(output: Any) -> Tensor | float:
+    """Mean entropy in nats of the router's distribution over the windows."""
+    if not output.router_logits:
+        return 0.0
+    logits = torch.stack(output.router_logits, dim=1)[output.routing.experts >= 0]
+    return torch.distributions.Categorical(logits=logits).entropy().mean()
+
+
+def _noise_generator(seed: int, step: int, batch: int) -> torch.Generator:
+    """The router's noise is a function of the seed and the place in the run, so a resumed run draws the same."""
+    digest = hashlib.sha256(f"router noise {seed} {step} {batch}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+
+
+def _save(session: Session) -> None:
+    state = {
+        "config": as_json(session.config),
+        "step": session.step,
+        "tokens": session.tokens,
+        "seconds": session.seconds,
+        "loader": session.loader.state_dict(),
+        "rng": rng_state(),
+    }
+    save_checkpoint(
+        session.run, session.step, session.model, session.optimizer, state, session.tokenizer,
+        keep=session.config.keep_checkpoints,
+    )  # fmt: skip
+
+
+def _restore(session: Session, checkpoint: Path) -> None:
+    state = load_checkpoint(checkpoint, session.model, session.optimizer)
+    session.loader.load_state_dict(state["loader"])
+    set_rng_state(state["rng"])
+    session.step, session.tokens, session.seconds = state["step"], state["tokens"], state["seconds"]
+
+
+def _relative_cost(config: TrainConfig, step: int) -> float:
+    """Cost of a step in blocks: a layer is one, the head counts by its size."""
+    model = config.model
+    counts = count_parameters(model)
+    layers = model.num_prelude_layers + model.num_coda_layers + depth_at(step, config)
+    return layers + model.vocab_size * model.hidden_size / counts.block
+
+
+def _describe(session: Session) -> str:
+    model, config = session.model.config, session.config
+    counts = count_parameters(model)
+    resumed = f", resumed at step {session.step}" if session.step else ""
+    return (
+        f"{counts.total / 1e6:.1f} M parameters: {model.num_experts} blocks over {model.num_routed_depths} depths, "
+        f"{model.num_prelude_layers}+{model.num_coda_layers} fixed layers, vocabulary {model.vocab_size:,}; "
+        f"{config.steps:,} steps of {config.tokens_per_step:,} tokens from {config.data.source}{resumed}"
+    )
