@@ -1,4 +1,4 @@
-"""A tiny model whose windows differ, and real text for it."""
+"""A tiny model whose windows differ, a tokenizer, and the metrics of a run."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from lol import LoLConfig, LoLForCausalLM
 
 
-def make_model(**changes) -> LoLForCausalLM:
+def build(**changes) -> LoLForCausalLM:
     """Five blocks over six depths; the router is scaled up, or every window would take the same block."""
     settings = {
         "vocab_size": 257,
@@ -30,8 +30,14 @@ def make_model(**changes) -> LoLForCausalLM:
 
 
 @pytest.fixture
+def make_model():
+    """`make_model(**changes)` builds it with changed settings."""
+    return build
+
+
+@pytest.fixture
 def model() -> LoLForCausalLM:
-    return make_model()
+    return build()
 
 
 @pytest.fixture
@@ -42,3 +48,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>")
+
+
+@pytest.fixture
+def metrics() -> list[dict]:
+    """Twenty steps that get deeper, one loss that is not a number, an evaluation, the summary."""
+    return [
+        *(
+            {"event": "train", "step": step, "loss": 6 - step / 10, "depth": 1 + step // 10, "load": [[step, 1]]}
+            for step in range(1, 21)
+        ),
+        {"event": "train", "step": 21, "loss": float("nan"), "depth": 3, "load": [[1, 1]]},
+        {"event": "eval", "step": 20, "loss": 4.25},
+        {"event": "summary", "held_out_loss": 4.2, "unigram_loss": 5.5, "bigram_loss": 4.5},
+    ]

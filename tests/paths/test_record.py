@@ -11,8 +11,6 @@ from datasets import Dataset
 from lol import UserError, record_paths
 from lol.paths.record import path_of, path_statistics, stretches, token_paths, token_texts, utilisation
 
-from .conftest import make_model
-
 LENGTHS = (70, 1, 16, 33)
 
 
@@ -28,16 +26,17 @@ def values(table: pd.DataFrame) -> pd.DataFrame:
 @pytest.mark.parametrize(
     "changes", [{}, {"window_stride": 0}, {"window_size": 7, "window_stride": 5}, {"core_attention": "full"}]
 )
-def test_windows_cover_every_token_once_per_depth(changes):
+def test_windows_cover_every_token_once_per_depth(make_model, changes):
     rows = [random_ids(length) for length in LENGTHS]
     table = record_paths(make_model(**changes), rows, batch_size=3)
     assert sorted(table["document"].unique()) == [0, 1, 2, 3]
     for (document, depth), windows in table.groupby(["document", "depth"]):
-        covered = np.concatenate([np.arange(start, end) for start, end in zip(windows["start"], windows["end"], strict=True)])
+        spans = zip(windows["start"], windows["end"], strict=True)
+        covered = np.concatenate([np.arange(start, end) for start, end in spans])
         assert covered.tolist() == list(range(LENGTHS[document])), (document, depth)
 
 
-def test_borders_follow_the_formula():
+def test_borders_follow_the_formula(make_model):
     """Position i lies in window floor((i + l S mod W) / W)."""
     table = record_paths(make_model(window_size=7, window_stride=5), [random_ids(40)])
     for line in table.itertuples():
@@ -111,7 +110,7 @@ def test_a_model_in_training_stays_in_training(model):
     pd.testing.assert_frame_equal(first, second)
 
 
-def test_a_fixed_path_is_recorded_as_certain():
+def test_a_fixed_path_is_recorded_as_certain(make_model):
     model = make_model(routing="fixed", fixed_path=[4, 3, 2, 1, 0, 0])
     table = record_paths(model, [random_ids(20)])
     assert path_of(table, 0, 19) == (4, 3, 2, 1, 0, 0)

@@ -13,9 +13,6 @@ from lol import UserError, record_paths
 from lol.paths.record import stretches, token_texts
 from lol.paths.report import write_report
 
-from .conftest import make_model
-from .test_plots import METRICS
-
 HOSTILE = 'x = "</script><script>alert(1)</script>" & <img src=x onerror=alert(2)> \u2028 <!-- é'
 PLAIN = "def read(self, size=-1):\n    return self.buffer[:size]\n" * 3
 
@@ -54,14 +51,14 @@ class Page(HTMLParser):
 
 
 @pytest.fixture
-def written(tmp_path, tokenizer):
+def written(tmp_path, tokenizer, metrics, make_model):
     def write(model=None, **changes):
         texts = [PLAIN, HOSTILE]
         rows = [tokenizer(text)["input_ids"] for text in texts]
         arguments = {
             "title": "a <title>",
             "facts": [("command", "lol train --note '<script>'")],
-            "metrics": METRICS,
+            "metrics": metrics,
             "table": record_paths(model or make_model(), rows),
             "texts": [token_texts(tokenizer, row) for row in rows],
             "names": ["plain.py", "<script>alert(3)</script>"],
@@ -148,12 +145,12 @@ def test_a_run_without_metrics_or_sample(written):
     assert page.documents == [PLAIN, HOSTILE]
 
 
-def test_one_block_and_a_fixed_path(written):
+def test_one_block_and_a_fixed_path(written, make_model):
     model = make_model(num_experts=1, routing="fixed", fixed_path=[0] * 6)
     assert Page(written(model)[0]).documents == [PLAIN, HOSTILE]
 
 
-def test_a_bfloat16_model(written):
+def test_a_bfloat16_model(written, make_model):
     assert Page(written(make_model().to(torch.bfloat16))[0]).documents == [PLAIN, HOSTILE]
 
 

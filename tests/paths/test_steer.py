@@ -5,8 +5,6 @@ import torch
 
 from lol import UserError, force_path, record_paths
 
-from .conftest import make_model
-
 PATH = [4, 0, 3, 1, 2, 2]
 
 
@@ -119,7 +117,7 @@ def test_recording_shows_what_was_forced(model, ids):
     assert (table[table["window"] == 0]["expert"] != 4).any()
 
 
-def test_models_without_a_router(ids):
+def test_models_without_a_router(make_model, ids):
     model = make_model(routing="fixed", fixed_path=[0, 1, 2, 3, 4, 0])
     expected = model(ids, path=PATH)
     with force_path(model, PATH):
@@ -140,12 +138,9 @@ def test_models_without_a_router(ids):
         ({"path": [0, 0]}, "2 blocks for 6 depths"),
         ({"path": [0, 1], "depths": [6, 0]}, "depths 0 to 5"),
         ({"path": PATH, "windows": [-1]}, "counted from 0"),
-        ({"path": PATH, "weight": "own"}, "'router' or a number"),
     ],
 )
 def test_mistakes_name_the_fix(model, arguments, message):
-    if arguments.get("weight") == "own":  # the annotation would stop it under pytest before the package can
-        pytest.skip("checked by the annotation")
     with pytest.raises(UserError, match=message), force_path(model, **arguments):
         pass
     assert hooks(model) == 0
