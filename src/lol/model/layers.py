@@ -6,7 +6,7 @@ are stacked tensors (`library.py`). Letters: B batch, n tokens, d width, H heads
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from lol.model.config import LoLConfig
 Part = Callable[[Tensor], Tensor]
 
 
+@runtime_checkable
 class BlockParts(Protocol):
     """The nine parts of a block, each a function of (…, channels)."""
 

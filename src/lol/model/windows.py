@@ -211,7 +211,7 @@ class WindowLayout:
         start = torch.empty_like(sorted_start).index_copy_(0, order, sorted_start)
         return WindowOrder(Windows(start, windows.length, windows.total, windows.groups), rows, inverse)
 
-    def to_rows(self, values: Tensor, width: int, fill: float) -> Tensor:
+    def to_rows(self, values: Tensor, width: int, fill: int | float) -> Tensor:
         """(K, …) → (B, width, …): one place per row and window, `fill` where a row has no such window."""
         grid = values.new_full((self.batch, width, *values.shape[1:]), fill)
         return grid.index_put((self.row, self.index_in_row), values)
