@@ -61,7 +61,7 @@ def test_curves_are_the_events(metrics):
 
 
 def test_thinning_keeps_the_mean():
-    points = [(step, float(step % 7)) for step in range(100)]
+    points = [(float(step), float(step % 7)) for step in range(100)]
     assert len(thin(points, 10)) == 10
     assert np.mean(thin(points, 10), axis=0) == pytest.approx(np.mean(points, axis=0))
     assert thin([], 10) == []

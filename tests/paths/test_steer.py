@@ -104,7 +104,7 @@ def test_generation_runs_the_path(model, ids):
         assert torch.equal(model.generate(prompt, max_new_tokens=16, do_sample=False), expected)
     assert not torch.equal(free, expected)
     # Window 2 begins with token 32 or 24: the text before its first token cannot know of it.
-    with force_path(model, PATH, windows=[2], weight=1.0):
+    with force_path(model, PATH, windows=[2], weight=100):
         late = model.generate(prompt, max_new_tokens=16, do_sample=False)
     assert torch.equal(late[:, :25], free[:, :25])
     assert not torch.equal(late, free)

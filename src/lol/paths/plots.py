@@ -39,9 +39,9 @@ def block_colors(num_experts: int) -> list[str]:
 class Curves:
     """What `metrics.jsonl` says about the losses, in nats per token."""
 
-    train: list[tuple[int, float]]
+    train: list[tuple[float, float]]
     """(step, loss)."""
-    held_out: list[tuple[int, float]]
+    held_out: list[tuple[float, float]]
     depth: list[tuple[int, int]]
     """(step, depths that ran)."""
     unigram: float | None
@@ -66,11 +66,11 @@ def find_summary(metrics: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return next((event for event in reversed(metrics) if event.get("event") == "summary"), {})
 
 
-def _losses(events: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    return [(int(event["step"]), float(event["loss"])) for event in events if math.isfinite(event["loss"])]
+def _losses(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    return [(float(event["step"]), float(event["loss"])) for event in events if math.isfinite(event["loss"])]
 
 
-def thin(points: list[tuple[int, float]], most: int) -> list[tuple[float, float]]:
+def thin(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
     """At most `most` points: the means of neighbours."""
     if not points:
         return []

@@ -154,7 +154,9 @@ def _show(piece: Stretch, tokens: Sequence[str], path_number: Mapping[tuple[int,
 def _score(metrics: Sequence[Mapping[str, Any]]) -> list[_Score]:
     summary = find_summary(metrics)
     fields = {"unigram": "unigram_loss", "bigram": "bigram_loss", "this model": "held_out_loss"}
-    losses = {name: summary[field] for name, field in fields.items() if math.isfinite(summary.get(field, math.inf))}
+    losses = {
+        name: float(summary[field]) for name, field in fields.items() if math.isfinite(summary.get(field, math.inf))
+    }
     longest = max(losses.values(), default=1)
     return [_Score(name, loss, 100 * loss / longest) for name, loss in losses.items()]
 

@@ -95,7 +95,7 @@ class _Axis:
     """Where a step and a loss lie on the drawing."""
 
     def __init__(self, curves: Curves, losses: list[float], width: int, height: int):
-        self.last = max(step for step, _ in curves.train + curves.held_out)
+        self.last = max(int(step) for step, _ in curves.train + curves.held_out)
         self.left, self.right = _LEFT, width - 108
         self.top, self.bottom = _TOP, height - _BOTTOM - (_STRIP + 18 if curves.depth else 0)
         # A first loss far above the rest must not flatten the rest.
@@ -105,10 +105,10 @@ class _Axis:
         steps = MaxNLocator(5 if width > 500 else 3, integer=True).tick_values(0, max(self.last, 1))
         self.step_ticks = [int(step) for step in steps if 0 <= step <= self.last]
 
-    def x(self, step: float) -> float:
+    def x(self, step: int | float) -> float:
         return self.left + (self.right - self.left) * step / max(self.last, 1)
 
-    def y(self, loss: float) -> float:
+    def y(self, loss: int | float) -> float:
         return self.bottom - (self.bottom - self.top) * (loss - self.low) / (self.high - self.low)
 
 
