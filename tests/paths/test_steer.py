@@ -99,12 +99,13 @@ def test_a_pass_of_fewer_depths_takes_its_part(model, ids):
 def test_generation_runs_the_path(model, ids):
     prompt = ids[:1, :20]
     free = model.generate(prompt, max_new_tokens=16, do_sample=False)
-    expected = model.generate(prompt, max_new_tokens=16, do_sample=False, path=torch.tensor(PATH))
-    with force_path(model, PATH):
+    steered = {"path": torch.tensor(PATH), "path_weight": 1.0}
+    expected = model.generate(prompt, max_new_tokens=16, do_sample=False, **steered)
+    with force_path(model, PATH, weight=1):
         assert torch.equal(model.generate(prompt, max_new_tokens=16, do_sample=False), expected)
     assert not torch.equal(free, expected)
     # Window 2 begins with token 32 or 24: the text before its first token cannot know of it.
-    with force_path(model, PATH, windows=[2], weight=100):
+    with force_path(model, PATH, windows=[2], weight=1):
         late = model.generate(prompt, max_new_tokens=16, do_sample=False)
     assert torch.equal(late[:, :25], free[:, :25])
     assert not torch.equal(late, free)
