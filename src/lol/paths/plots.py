@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 BASE_COLORS = ("#4251c2", "#a97732", "#37d8f8", "#9c294e", "#cfcc50", "#618495", "#e19c9e", "#9691f7")
 # Blocks 8 to 15 are mixed with white, 16 to 23 with black, and so on, further each time.
-_MIXES = ((1.0, 0.0), (1.0, 0.45), (0.0, 0.4), (1.0, 0.7), (0.0, 0.65))
+_MIXES = ((1.0, 0.0), (1.0, 0.35), (0.0, 0.35), (1.0, 0.6), (0.0, 0.6))
 
 
 def block_colors(num_experts: int) -> list[str]:
@@ -39,9 +39,9 @@ def block_colors(num_experts: int) -> list[str]:
 class Curves:
     """What `metrics.jsonl` says about the losses, in nats per token."""
 
-    train: list[tuple[int, float]]
+    train: list[tuple[float, float]]
     """(step, loss)."""
-    held_out: list[tuple[int, float]]
+    held_out: list[tuple[float, float]]
     depth: list[tuple[int, int]]
     """(step, depths that ran)."""
     unigram: float | None
@@ -66,11 +66,11 @@ def find_summary(metrics: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return next((event for event in reversed(metrics) if event.get("event") == "summary"), {})
 
 
-def _losses(events: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    return [(int(event["step"]), float(event["loss"])) for event in events if math.isfinite(event["loss"])]
+def _losses(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    return [(float(event["step"]), float(event["loss"])) for event in events if math.isfinite(event["loss"])]
 
 
-def thin(points: list[tuple[int, float]], most: int) -> list[tuple[float, float]]:
+def thin(points: list[tuple[float, float]], most: int) -> list[tuple[float, float]]:
     """At most `most` points: the means of neighbours."""
     if not points:
         return []

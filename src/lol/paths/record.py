@@ -268,7 +268,7 @@ def path_statistics(table: pd.DataFrame, num_experts: int) -> PathStatistics:
     """Entropy, distinct paths and the busiest block."""
     shares = utilisation(table, num_experts)
     tokens: dict[tuple[int, ...], int] = {}
-    for document in table["document"].unique():
+    for document in np.unique(table["document"].to_numpy()).tolist():
         for piece in stretches(table, document):
             tokens[piece.path] = tokens.get(piece.path, 0) + piece.end - piece.start
     counts = np.bincount(table["expert"], minlength=num_experts)

@@ -22,9 +22,9 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from lol.errors import UserError
-from lol.paths.loss_svg import loss_svg
 from lol.paths.plots import block_colors, find_summary
 from lol.paths.record import PathStatistics, Stretch, path_statistics, stretches, utilisation
+from lol.paths.svg import balance_svg, loss_svg
 
 # Distinct paths that the key of the page lists; the rest is one line.
 _LISTED_PATHS = 12
@@ -48,8 +48,8 @@ def write_report(
         path: The file to write; its folder must exist.
         title: The page's title.
         facts: What the header says of the run, as pairs of name and value.
-        metrics: The events of `metrics.jsonl`: of "train" the step, loss and depth are drawn, of "eval" step and loss,
-            of the last "summary" held_out_loss, unigram_loss and bigram_loss. May be empty.
+        metrics: The events of `metrics.jsonl`: of "train" the step, loss, depth and load are drawn, of "eval" step and
+            loss, of the last "summary" held_out_loss, unigram_loss and bigram_loss. May be empty.
         table: What `record_paths` returned for the documents shown.
         texts: Per document of the table, the text of each token (`token_texts`).
         names: A name per document. Default: its number.
@@ -73,6 +73,8 @@ def write_report(
         facts=facts,
         score=_score(metrics),
         charts=[chart for width in (960, 350) if (chart := loss_svg(metrics, width, 320 if width > 500 else 260))],
+        balance=balance_svg(metrics, 400, max(200, min(32 * len(statistics.entropy) + 60, 420))),
+        bar_height=max(1, min(3, 16 // len(statistics.entropy))),
         heat=_heat(table, num_experts, statistics),
         statistics=statistics,
         num_tokens=sum(len(tokens) for tokens in texts),
@@ -152,7 +154,9 @@ def _show(piece: Stretch, tokens: Sequence[str], path_number: Mapping[tuple[int,
 def _score(metrics: Sequence[Mapping[str, Any]]) -> list[_Score]:
     summary = find_summary(metrics)
     fields = {"unigram": "unigram_loss", "bigram": "bigram_loss", "this model": "held_out_loss"}
-    losses = {name: summary[field] for name, field in fields.items() if math.isfinite(summary.get(field, math.inf))}
+    losses = {
+        name: float(summary[field]) for name, field in fields.items() if math.isfinite(summary.get(field, math.inf))
+    }
     longest = max(losses.values(), default=1)
     return [_Score(name, loss, 100 * loss / longest) for name, loss in losses.items()]
 

@@ -28,7 +28,7 @@ def force_path(
     path: int | Sequence[int] | Int[Tensor, "_"],
     depths: Sequence[int] | None = None,
     windows: Sequence[int] | None = None,
-    weight: Literal["router"] | float = "router",
+    weight: Literal["router"] | int | float = "router",
 ) -> Iterator[None]:
     """Run the given blocks, whatever the router would choose, inside of `with force_path(model, path):`.
 

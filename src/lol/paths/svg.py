@@ -1,4 +1,4 @@
-"""The report's loss curve as SVG, drawn by hand so that it takes the page's colours, light or dark, and its typeface.
+"""The report's curves as SVG, drawn by hand so that they take the page's colours, light or dark, and its typeface.
 
 Lines are named where they end, so there is no legend. Classes are coloured by the page's style sheet.
 """
@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from lol.paths.plots import Curves, read_curves, thin
 
-_LEFT, _TOP, _BOTTOM, _STRIP = 34, 18, 30, 12
+_LEFT, _TOP, _BOTTOM, _STRIP = 34, 26, 30, 12
 _LABEL_GAP = 15  # pixels between the names of two lines
 
 
@@ -42,6 +42,51 @@ def loss_svg(metrics: Sequence[Mapping[str, Any]], width: int, height: int) -> M
     parts += _names(axis, curves)
     parts += _depth_strip(axis, curves)
     label = f"Loss over {axis.last} steps, from {losses[0]:.2f} to {losses[-1]:.2f} nats per token"
+    return _picture(parts, width, height, label)
+
+
+def balance_svg(metrics: Sequence[Mapping[str, Any]], width: int, height: int) -> Markup | None:
+    """Draw which share of the windows each block took as training went on, all depths together, stacked to 100 %.
+
+    Args:
+        metrics: The events of `metrics.jsonl`; of "train" the `load` (D × L counts) is read.
+        width: In CSS pixels.
+        height: Likewise.
+
+    Returns:
+        An `<svg>` element, or `None` with fewer than two loads.
+    """
+    events = [event for event in metrics if event.get("event") == "train" and event.get("load")]
+    if len(events) < 2:
+        return None
+    loads = np.array([np.sum(event["load"], axis=0) for event in events], dtype=float)
+    steps = np.array([event["step"] for event in events], dtype=float)
+    groups = np.array_split(np.arange(len(events)), min(len(events), 120))
+    load = np.array([loads[group].sum(0) for group in groups])
+    border = np.concatenate([np.zeros((len(groups), 1)), (load / load.sum(1, keepdims=True)).cumsum(1)], axis=1)
+    middle = np.array([steps[group].mean() for group in groups])
+    right, bottom = width - _LEFT, height - _BOTTOM
+    x = _LEFT + (right - _LEFT) * (middle - middle[0]) / (middle[-1] - middle[0])
+    y = bottom - (bottom - _TOP) * border
+    parts = [f'<text class="unit" x="0" y="{_TOP - 13}">% of windows in training</text>']
+    for block in range(load.shape[1]):
+        lower = [f"{a:.1f},{b:.1f}" for a, b in zip(x, y[:, block], strict=True)]
+        upper = [f"{a:.1f},{b:.1f}" for a, b in zip(x, y[:, block + 1], strict=True)]
+        color = f"var(--block-{block})"
+        parts.append(f'<polygon class="share" points="{" ".join(lower + upper[::-1])}" style="fill: {color}"/>')
+        if y[-1, block] - y[-1, block + 1] > 11:
+            at = (y[-1, block] + y[-1, block + 1]) / 2 + 4
+            parts.append(f'<text class="tick" x="{right + 8}" y="{at:.1f}">{block}</text>')
+    for percent in (0, 50, 100):
+        at = bottom - (bottom - _TOP) * percent / 100
+        parts.append(f'<text class="tick" text-anchor="end" x="{_LEFT - 8}" y="{at + 4:.1f}">{percent}</text>')
+    for anchor, at, step in (("start", _LEFT, middle[0]), ("end", right, middle[-1])):
+        name = f"step {step:,.0f}"
+        parts.append(f'<text class="tick" text-anchor="{anchor}" x="{at}" y="{bottom + 17}">{name}</text>')
+    return _picture(parts, width, height, "Share of each block in training")
+
+
+def _picture(parts: list[str], width: int, height: int, label: str) -> Markup:
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     return Markup(f'<svg {size} role="img" aria-label="{label}">{"".join(parts)}</svg>')
 
@@ -50,7 +95,7 @@ class _Axis:
     """Where a step and a loss lie on the drawing."""
 
     def __init__(self, curves: Curves, losses: list[float], width: int, height: int):
-        self.last = max(step for step, _ in curves.train + curves.held_out)
+        self.last = max(int(step) for step, _ in curves.train + curves.held_out)
         self.left, self.right = _LEFT, width - 108
         self.top, self.bottom = _TOP, height - _BOTTOM - (_STRIP + 18 if curves.depth else 0)
         # A first loss far above the rest must not flatten the rest.
@@ -60,15 +105,15 @@ class _Axis:
         steps = MaxNLocator(5 if width > 500 else 3, integer=True).tick_values(0, max(self.last, 1))
         self.step_ticks = [int(step) for step in steps if 0 <= step <= self.last]
 
-    def x(self, step: float) -> float:
+    def x(self, step: int | float) -> float:
         return self.left + (self.right - self.left) * step / max(self.last, 1)
 
-    def y(self, loss: float) -> float:
+    def y(self, loss: int | float) -> float:
         return self.bottom - (self.bottom - self.top) * (loss - self.low) / (self.high - self.low)
 
 
 def _grid(axis: _Axis) -> list[str]:
-    parts = [f'<text class="unit" x="0" y="{axis.top - 8}">nats per token</text>']
+    parts = [f'<text class="unit" x="0" y="{axis.top - 13}">nats per token</text>']
     for loss in axis.loss_ticks:
         y = axis.y(float(loss))
         parts.append(f'<line class="grid" x1="{axis.left}" x2="{axis.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
