@@ -1,12 +1,11 @@
 """`lol …`: one command per verb, its flags made from typed functions and dataclasses by tyro; no logic of its own."""
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import docstring_parser
 import tyro
@@ -97,9 +96,17 @@ def generate(args: list[str]) -> int:
 
     command = _parse(Generate, "generate", args)
     model, tokenizer = load_model(command.model)
-    options = dataclasses.asdict(command) | {"streamer": TextStreamer(tokenizer, skip_special_tokens=True)}  # pyright: ignore
-    options.pop("model")
-    generate_text(model, tokenizer, **options)
+    generate_text(
+        model,
+        tokenizer,
+        command.prompt,
+        max_new_tokens=command.max_new_tokens,
+        temperature=command.temperature,
+        top_k=command.top_k,
+        seed=command.seed,
+        path=command.path,
+        streamer=TextStreamer(cast(Any, tokenizer), skip_special_tokens=True),
+    )
     return 0
 
 

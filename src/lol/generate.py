@@ -1,7 +1,7 @@
 """Text from a trained model."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -44,5 +44,5 @@ def generate_text(
         sampling["path"] = list(path)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        ids = model.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)
-    return tokenizer.decode(ids[0], skip_special_tokens=True)
+        ids = cast(Any, model).generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
+from torch.testing import assert_close
+
 from model_cases import (
     VOCABULARY,
     bounded,
@@ -17,8 +19,6 @@ from model_cases import (
     specs,
     window_counts,
 )
-from torch.testing import assert_close
-
 from oracle import Spec, document_forward, next_token_losses
 
 seeds = st.integers(0, 10_000)

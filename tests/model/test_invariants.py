@@ -9,6 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lol.model.lm import LoLForCausalLM
 from model_cases import (
     CLOSE,
     VOCABULARY,
@@ -20,11 +25,6 @@ from model_cases import (
     row_lengths,
     specs,
 )
-from torch import Tensor
-from torch.testing import assert_close
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from lol.model.lm import LoLForCausalLM
 from oracle import BLOCK_PARTS, Spec, core_windows
 
 seeds = st.integers(0, 10_000)

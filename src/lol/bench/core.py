@@ -130,8 +130,8 @@ def _steps(options: BenchCore) -> dict[str, Step]:
 
 def _print(options: BenchCore, ratios: dict[str, float], seconds: dict[str, list[float]]) -> None:
     table = Table(
-        title=f"forward + backward of one depth: d={options.hidden_size}, {options.batch_size} x {options.length} tokens, "
-        f"W={options.window_size}, L={options.num_experts}, float32, {torch.get_num_threads()} threads",
+        title=f"forward + backward of one depth: d={options.hidden_size}, {options.batch_size} x {options.length} "
+        f"tokens, W={options.window_size}, L={options.num_experts}, float32, {torch.get_num_threads()} threads",
         box=None,
     )
     table.add_column("")

@@ -74,16 +74,16 @@ def show_paths(model: LoLForCausalLM, tokenizer: PreTrainedTokenizerFast, text: 
     shown = Table(box=None, pad_edge=False)
     for name in ("depth", "window", "tokens", "block", "weight", "text"):
         shown.add_column(name, justify="left" if name == "text" else "right", no_wrap=name != "text")
-    for line in table.itertuples():
-        passage = "".join(tokens[line.start : line.end])
-        color = colors[line.expert]
+    columns = ["depth", "window", "start", "end", "expert", "weight"]
+    for depth, window, start, end, expert, weight in table[columns].itertuples(index=False):
+        passage = repr("".join(tokens[start:end]))[1:-1]
         shown.add_row(
-            str(line.depth),
-            str(line.window),
-            f"{line.start}-{line.end - 1}",
-            Text(str(line.expert), style=f"bold {color}"),
-            f"{line.weight:.2f}",
-            Text(repr(passage)[1:-1], style=color),
+            str(depth),
+            str(window),
+            f"{start}-{end - 1}",
+            Text(str(expert), style=f"bold {colors[expert]}"),
+            f"{weight:.2f}",
+            Text(passage, style=colors[expert]),
         )
     Console().print(shown)
 

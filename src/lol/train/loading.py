@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -36,11 +37,12 @@ def load_model(folder: Path) -> tuple[LoLForCausalLM, PreTrainedTokenizerFast]:
         )
     transformers_logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
     except (SafetensorError, OSError, RuntimeError) as error:
         raise UserError(f"the weights in {path} cannot be loaded ({error}): use another checkpoint") from error
+    model, report = loaded
     odd = sorted(report["missing_keys"]) + sorted(report["unexpected_keys"])
     if odd:
         raise UserError(

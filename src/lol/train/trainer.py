@@ -104,7 +104,8 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None) -> Session:
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(config.seed)
-    model = LoLForCausalLM(_model_config(config, tokenizer)).to(device)
+    model = LoLForCausalLM(_model_config(config, tokenizer))
+    model.to(device)  # pyright: ignore[reportArgumentType]
     session = Session(
         config=config,
         run=run,
