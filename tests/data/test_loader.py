@@ -1,6 +1,7 @@
 """The loader: batches, its saved place without workers and with two, and two workers that share the corpus."""
 
 import json
+import multiprocessing
 from collections import Counter
 from itertools import islice, pairwise
 
@@ -92,8 +93,11 @@ def test_two_workers_read_the_corpus_once_and_can_be_resumed(tokenizer, open_tex
 @pytest.mark.slow
 def test_a_worker_without_documents_says_so(tokenizer, open_texts):
     loader = make_loader(PackedDocuments(open_texts(["only one"]), tokenizer, 4), 1, num_workers=2)
-    with pytest.raises(UserError, match=r"^no document for worker 1 of 2; use fewer workers"):
+    with pytest.raises(UserError, match=r"^no document for worker 1 of 2; use fewer workers") as caught:
         list(islice(loader, 4))
+    assert len(multiprocessing.active_children()) >= 2
+    del loader, caught
+    assert not multiprocessing.active_children(), "the workers wait for the garbage collector"
 
 
 def test_state_is_for_the_same_workers_and_batch_size(tokenizer, open_texts):

@@ -121,10 +121,12 @@ def test_order_is_a_function_of_seed_and_epoch(tokenizer, open_texts):
     assert order(0) != order(1)
 
 
-def test_epochs_have_different_orders(tokenizer, open_texts, encoded):
-    packed = PackedDocuments(open_texts(TEXTS), tokenizer, 5)
+@pytest.mark.parametrize(("shards", "shuffle_buffer"), [(1, 100), (len(TEXTS), 1)])
+def test_epochs_have_different_orders(tokenizer, open_texts, encoded, shards, shuffle_buffer):
+    """Once the order inside a block does it, once the order of the shards."""
+    packed = PackedDocuments(open_texts(TEXTS, shards), tokenizer, 5, shuffle_buffer=shuffle_buffer)
     found = documents_in(take(packed, 2 * sum(map(len, encoded)) // 5))
-    assert found[: len(TEXTS)] != found[len(TEXTS) : 2 * len(TEXTS) - 1]
+    assert found[:20] != found[len(TEXTS) : len(TEXTS) + 20]
 
 
 def test_order_leaves_the_global_generators_alone_and_ignores_them(tokenizer, open_texts):
@@ -157,6 +159,7 @@ def test_shards_are_in_random_order(tokenizer, open_texts, encoded):
 # Resuming
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=REUSE_FOLDER)
 @given(data=st.data())
 def test_resuming_goes_on_with_exactly_the_next_row(tokenizer, open_texts, data):

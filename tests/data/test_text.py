@@ -81,6 +81,12 @@ def test_folder_holds_its_text_files_whole_and_its_rows(tmp_path, write_rows):
     assert [row["group"] for row in rows] == ["b.md", hashlib.sha256(b"row").hexdigest(), "sub/a.py"]
 
 
+def test_folder_is_read_in_the_order_of_its_paths(tmp_path):
+    for k in sorted(range(60), key=lambda k: k * 37 % 60):
+        (tmp_path / f"{k:03}.txt").write_text(f"file {k}")
+    assert texts_of(open_documents(str(tmp_path))) == [f"file {k}" for k in range(60)]
+
+
 def test_a_folder_of_many_files_is_read_as_a_whole_and_in_few_shards(tmp_path):
     for k in range(150):
         (tmp_path / f"{k:03}.txt").write_text(f"file {k}")
@@ -135,6 +141,14 @@ def test_cut_documents_join_to_the_text(text, chars):
         assert all(len(document) >= chars for document in documents)
     # a document has patience for 4·chars, one more line of at most that length, and takes in a rest below chars
     assert all(len(document) < 9 * chars for document in documents)
+
+
+@pytest.mark.parametrize(
+    ("rest", "expected"),
+    [("b" * 9, ["a" * 10 + "\n\n" + "b" * 9]), ("b" * 10, ["a" * 10 + "\n\n", "b" * 10])],
+)
+def test_a_rest_belongs_to_the_last_document_if_it_is_too_short(rest, expected):
+    assert list(cut_text(io.StringIO("a" * 10 + "\n\n" + rest).readline, 10)) == expected
 
 
 @pytest.mark.parametrize("end", ["\n", ""])

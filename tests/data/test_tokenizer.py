@@ -1,6 +1,7 @@
 """Tokenizers: exact round trips, the one convention about BOS and EOS, and what load_tokenizer refuses."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -63,7 +64,8 @@ def test_training_is_the_same_in_another_process():
         "t = [p.read_text() for _, p in stdlib_files()[:12]];"
         "sys.stdout.buffer.write(train_tokenizer(t, 500).backend_tokenizer.to_str().encode())"
     )
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env={"PYTHONPATH": "src"})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment)
     assert there.stdout.decode() == train_tokenizer(SOURCE, 500).backend_tokenizer.to_str()
 
 
