@@ -1,6 +1,7 @@
 """Figures hold the numbers they were given, and colours can be told apart."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -82,12 +83,15 @@ def test_heatmap_writes_the_share_in_each_cell():
 
 
 def test_loss_svg_names_every_line_and_no_two_names_touch(metrics):
-    drawing = loss_svg(metrics, 600, 300)
+    close = [*metrics, {"event": "summary", "unigram_loss": 4.1, "bigram_loss": 4.05}]
+    drawing = loss_svg(close, 600, 300)
     heights = []
-    for name in ("unigram 5.50", "bigram 4.50", "held-out 4.25", "train 4.00"):
+    for name in ("held-out 4.25", "unigram 4.10", "bigram 4.05", "train 4.00"):
         before = drawing[: drawing.index(f">{name}<")]
         heights.append(float(before[before.rindex('y="') + 3 : -1]))
-    assert all(below - above > 14.9 for above, below in itertools.pairwise(heights))
+    assert all(below - above > 14.8 for above, below in itertools.pairwise(heights))
+    axis = max(float(y) for y in re.findall(r'class="grid"[^>]*y1="([\d.]+)"', drawing))
+    assert heights[-1] <= axis + 4.05
     assert drawing.count('<rect class="depth"') == 3
 
 
@@ -106,4 +110,4 @@ def test_balance_svg_stacks_the_shares(metrics):
     assert drawing.count("<polygon") == 2
     first = drawing.split('points="')[1].split('"')[0].split()
     # Step 1 splits the windows 1 to 1: the border of the two blocks begins half way up.
-    assert first[-1].split(",")[1] == f"{(26 + 170) / 2:.1f}"
+    assert first[-1] == f"34.0,{(26 + 170) / 2:.1f}"

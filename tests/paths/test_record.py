@@ -48,6 +48,7 @@ def test_the_table_is_the_routing(model):
     rows = [random_ids(length) for length in LENGTHS]
     table = record_paths(model, rows, batch_size=2)
     assert table["expert"].nunique() > 2
+    assert table["row"].tolist() == table["document"].tolist()
     for number, row in enumerate(rows):
         output = model(row[None], output_router_logits=True)
         for line in table[table["document"] == number].itertuples():
@@ -123,6 +124,12 @@ def test_a_fixed_path_is_recorded_as_certain(make_model):
 def test_rows_that_cannot_be_run(model, rows, message):
     with pytest.raises(UserError, match=message):
         record_paths(model, rows)
+
+
+def test_a_model_that_diverged_is_named(model):
+    model.model.router.bias.data[0] = float("nan")
+    with pytest.raises(UserError, match="diverged"):
+        record_paths(model, [[1, 2]])
 
 
 def test_other_models_are_refused():

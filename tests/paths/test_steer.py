@@ -127,6 +127,8 @@ def test_models_without_a_router(make_model, ids):
         experts = model(ids, path=[-1, 2, -1, -1, -1, -1]).routing.experts
     assert experts[0, :, 0].tolist() == [3, 2, 2, 3, 4, 0]
     assert experts[0, :, 1].tolist() == [3, 4, 4, 4, 4, 4]
+    with force_path(model, PATH):
+        assert model(ids, num_depths=2).routing.experts[0, :, 0].tolist() == PATH[:2]
     with pytest.raises(UserError, match="no router"), force_path(model, PATH, weight=0.5):
         pass
 

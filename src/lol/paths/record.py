@@ -67,7 +67,7 @@ def record_paths(
         update), probabilities (the router's, a list of L; under a fixed path 1 for the block that ran).
 
     Raises:
-        UserError: texts without a tokenizer, an empty row, or what the model itself refuses.
+        UserError: texts without a tokenizer, an empty row, a model that has diverged, or what the model itself refuses.
     """
     base = find_model(model)
     if not (base.config.num_routed_depths if num_depths is None else num_depths):
@@ -98,6 +98,8 @@ def record_paths(
     if not parts:
         raise UserError("there is nothing to record: give at least one row of text or tokens")
     table = pd.concat(parts, ignore_index=True)
+    if not np.isfinite(table["weight"].to_numpy()).all():
+        raise UserError("the router's probabilities are not finite: the model has diverged; take an earlier checkpoint")
     return table.sort_values(["document", "depth", "window"], ignore_index=True)
 
 

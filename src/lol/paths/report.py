@@ -92,7 +92,8 @@ def write_report(
         style=Markup(folder.joinpath("report.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        windows=_embed_json(_windows(table)),
+        # Numbers only: nothing in it could end the script element.
+        windows=Markup(json.dumps(_windows(table), separators=(",", ":"))),
     )
     target = Path(path)
     unfinished = target.with_name(target.name + ".part")
@@ -185,11 +186,3 @@ def _windows(table: pd.DataFrame) -> list[list[Any]]:
         [*place, round(weight, 3), [round(1000 * probability) for probability in probabilities]]
         for place, weight, probabilities in zip(places, table["weight"].tolist(), table["probabilities"], strict=True)
     ]
-
-
-def _embed_json(value: Any) -> Markup:
-    """JSON that may stand inside of `<script>`: no character of it can end the element or begin another."""
-    text = json.dumps(value, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
