@@ -1,6 +1,7 @@
 """`lol …`: one command per verb, its flags made from typed functions and dataclasses by tyro; no logic of its own."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -207,8 +208,27 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb. Returns 0, or 2 after a mistake in the input, whose message has gone to standard error."""
+    """Run a verb; returns the exit code.
+
+    0, also where the reader of the output has left (`lol … | head`); 2 after a mistake in the input, whose message has
+    gone to standard error; 130 after Ctrl-C, 143 after a training run that SIGTERM stopped. Raises SystemExit for
+    --help (0) and for flags that cannot be read (2).
+    """
     args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run_verb(args)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _complain("interrupted", code=130)
+    except BrokenPipeError:
+        # Nobody reads what is still buffered, and the interpreter would complain of it when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run_verb(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
         return 0
@@ -220,12 +240,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _complain(str(error))
             except StrictDataclassError as error:
                 return _complain(f"{error.__cause__ or error} ({error})")
+            except OSError as error:
+                if error.filename is None or isinstance(error, BrokenPipeError):
+                    raise
+                return _complain(f"{error.filename}: {error.strerror}; choose a file that can be read or written there")
     return _complain(f"there is no verb {' '.join(args[:2])!r}\n\n{USAGE}")
 
 
-def _complain(message: str) -> int:
+def _complain(message: str, code: int = 2) -> int:
     print(f"lol: {message}", file=sys.stderr)
-    return 2
+    return code
 
 
 def _parse(command: type[Any], verb: str, args: list[str], default: Any = None) -> Any:

@@ -58,11 +58,17 @@ def report_run(run: Path, *, out: Path | None = None, num_rows: int = 6) -> Path
 
 
 def read_config(run: Path) -> TrainConfig:
-    """The configuration that a run folder was made with."""
+    """The configuration that a run folder was made with.
+
+    Raises:
+        UserError: the folder holds no run, or its config.json is damaged or of another version.
+    """
     try:
-        return from_json(json.loads((run / CONFIG).read_text()))
-    except FileNotFoundError:
+        return from_json(json.loads((run / CONFIG).read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{run} holds no run: give the folder that lol train wrote") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{run / CONFIG} is not JSON ({error}); restore it") from error
 
 
 def show_paths(model: LoLForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
@@ -85,7 +91,11 @@ def show_paths(model: LoLForCausalLM, tokenizer: PreTrainedTokenizerFast, text: 
             f"{weight:.2f}",
             Text(passage, style=colors[expert]),
         )
-    Console().print(shown)
+    console = Console()
+    # Printed by Python: rich would end the process itself where the reader of the output has left.
+    with console.capture() as lines:
+        console.print(shown)
+    print(lines.get(), end="")
 
 
 def _documents(row: Row) -> list[list[int]]:
