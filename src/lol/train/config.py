@@ -149,7 +149,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "accumulation": (1, math.inf),
     "checkpoint_every": (0, math.inf),
     "keep_checkpoints": (1, math.inf),
-    "seed": (0, 2**63 - 1),
+    "seed": (0, 2**32 - 1),
     "optim.learning_rate": (0, math.inf),
     "optim.final_learning_rate": (0, 1),
     "optim.warmup_steps": (0, math.inf),

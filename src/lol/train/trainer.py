@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from datasets import IterableDataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, set_seed
 
 from lol.data.ngram import NGramBaselines
 from lol.data.packing import PackedDocuments, PackedLoader, Row, held_out_rows, make_loader, token_documents
@@ -108,7 +108,8 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None) -> Session:
         train_documents, tokenizer, data.context_length, seed=config.seed, shuffle_buffer=data.shuffle_buffer
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(config.seed)
+    # Python's and numpy's generators too: what a user adds may draw from them, and a checkpoint keeps them.
+    set_seed(config.seed)
     model = LoLForCausalLM(_model_config(config, tokenizer))
     model.to(device)  # pyright: ignore[reportArgumentType]
     session = Session(
@@ -294,7 +295,8 @@ def _router_entropy(output: Any) -> Tensor | float:
     if not output.router_logits:
         return 0.0
     logits = torch.stack(output.router_logits, dim=1)[output.routing.experts >= 0]
-    return torch.distributions.Categorical(logits=logits).entropy().mean()
+    log_probability = logits.log_softmax(-1)
+    return -(log_probability.exp() * log_probability).sum(-1).mean()
 
 
 def _noise_generator(seed: int, step: int, batch: int) -> torch.Generator:
