@@ -11,9 +11,11 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -36,6 +38,14 @@ MODEL = {
     "window_size": 8,
     "window_stride": 4,
 }
+# The same model on the command line, and documents small enough for it.
+FLAGS = [word for name, value in MODEL.items() for word in (f"--model.{name.replace('_', '-')}", str(value))]
+FLAGS += ["--batch-size", "2", "--data.context-length", "32", "--eval.rows", "4", "--seed", "3"]
+FLAGS += ["--data.document-chars", "40", "--data.held-out-fraction", "0.2", "--eval.no-ngrams"]
+
+# A command run in this process: exit code, standard output, standard error. The fixture `lol` is one.
+Lol = Callable[..., tuple[int, str, str]]
+
 TIMES = {"seconds", "tokens_per_second"}
 
 
@@ -64,6 +74,18 @@ def small_config(corpus: Path, **changes: Any) -> TrainConfig:
     for name, value in changes.items():
         changes[name] = dataclasses.replace(getattr(config, name), **value) if isinstance(value, dict) else value
     return dataclasses.replace(config, **changes)
+
+
+def draw_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what a user adds may do; the package draws from generators of its own, which would hide a lost state."""
+    take_step = trainer.take_step
+
+    def step_and_draw(session: trainer.Session, *rest: Any) -> Any:
+        torch.rand(3)
+        np.random.rand(3)
+        return take_step(session, *rest)
+
+    monkeypatch.setattr(trainer, "take_step", step_and_draw)
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
@@ -136,6 +158,7 @@ def main(run: Path, order: dict[str, Any]) -> None:
     # As conftest.py does: sums in another number of threads are other sums.
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as monkeypatch:
+        draw_at_every_step(monkeypatch)
         if order["stop"]:
             stop_after(monkeypatch, *order["stop"])
         trainer.train(small_config(Path(order["corpus"]), **order["changes"]), run, resume=order["resume"])

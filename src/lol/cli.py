@@ -21,18 +21,18 @@ USAGE = """\
 usage: lol VERB [flags]          lol VERB --help lists a verb's flags
 
   train          train a model, or go on with a run
-                 lol train --recipe demo --run runs/demo
-                 lol train --recipe demo --run runs/mine --data my-text.txt --steps 500
+      lol train --recipe demo --run runs/demo
+      lol train --run runs/mine --data my-text.txt --steps 500
   generate       continue a prompt; --path forces blocks
-                 lol generate --model runs/demo --prompt "import os"
+      lol generate --model runs/demo --prompt "import os"
   paths show     print the block of every window and depth of a text
-                 lol paths show --model runs/demo --text "def f(x): return x"
+      lol paths show --model runs/demo --text "def f(x): return x"
   paths report   write a run's report.html
-                 lol paths report --run runs/demo
+      lol paths report --run runs/demo
   tokenizer      train a byte-level BPE
-                 lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
+      lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
   bench core     time the dispatch of a routed depth against its alternatives
-                 lol bench core --json core.json
+      lol bench core --json core.json
 """
 
 
@@ -54,8 +54,10 @@ def train(args: list[str]) -> int:
     from lol.train.recipes import recipe
     from lol.train.trainer import train as run_training
 
-    named = recipe(_flag(args, "--recipe", default="demo"))
-    command = _parse(Train, "train", args, default=Train(run=tyro.MISSING, config=named))
+    # Without its __init__: tyro's mark for what the flags must give is no Path.
+    default = object.__new__(Train)
+    vars(default).update(run=tyro.MISSING, config=recipe(_flag(args, "--recipe", default="demo")), resume=False)
+    command = _parse(Train, "train", args, default=default)
     outcome = run_training(command.config, command.run, resume=command.resume)
     if outcome.stopped_by is not None:
         print(

@@ -44,7 +44,12 @@ def test_only_matrices_decay(tied: bool) -> None:
         "model.router.noise_weight",
     }
     assert groups[0.3] | groups[0.0] == set(name_of.values())
-    left_out = {"model.depth_embedding", "model.filler_embedding", "model.router.bias", "model.library.attn_norm.weight"}
+    left_out = {
+        "model.depth_embedding",
+        "model.filler_embedding",
+        "model.router.bias",
+        "model.library.attn_norm.weight",
+    }
     assert left_out <= groups[0.0]
     assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-6 for group in optimizer.param_groups)
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,19 +19,21 @@ from lol.train.metrics import read_metrics
 from lol.train.trainer import train
 from small_run import (
     assert_same_run,
+    draw_at_every_step,
     environment,
     saved_tensors,
     small_config,
     stop_after,
     timeless,
     train_elsewhere,
-    write_corpus,
 )
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
+@pytest.fixture(scope="module", autouse=True)
+def _user() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        draw_at_every_step(monkeypatch)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +129,7 @@ def test_damaged_checkpoints_are_passed_over_and_a_run_without_a_whole_one_is_no
     for folder in (run / "checkpoints").iterdir():
         (folder / "optimizer.safetensors").unlink()
     records = timeless(run)
-    with pytest.raises(UserError, match="no checkpoint of .* is whole: bring its files back"):
+    with pytest.raises(UserError, match=r"no checkpoint of .* is whole: bring its files back"):
         train(small_config(corpus), run, resume=True)
     assert timeless(run) == records
 

@@ -19,12 +19,7 @@ from lol.train.evaluate import evaluate
 from lol.train.metrics import read_metrics
 from lol.train.optim import learning_rate_at
 from lol.train.trainer import Session, prepare, take_step, train
-from small_run import saved_tensors, small_config, timeless, write_corpus
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
+from small_run import saved_tensors, small_config, timeless
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +53,7 @@ def gradients(session: Session) -> dict[str, Tensor]:
 
 def windows_of(position_ids: Tensor, shift: int, size: int) -> int:
     """Windows that the documents of some rows have, counted document by document."""
-    ends = [places.nonzero()[1:, 0].tolist() + [len(places)] for places in position_ids == 0]
+    ends = [[*places.nonzero()[1:, 0].tolist(), len(places)] for places in position_ids == 0]
     lengths = [end - begin for row in ends for begin, end in zip([0, *row], row, strict=False)]
     return sum((length - 1 + shift) // size + 1 for length in lengths)
 

@@ -35,14 +35,16 @@ def report_run(run: Path, *, out: Path | None = None, num_rows: int = 6) -> Path
         num_rows: Held-out rows to show.
 
     Raises:
-        UserError: the folder holds no run, or no whole checkpoint.
+        UserError: the folder holds no run, or no whole checkpoint; there is no folder to write to.
     """
     config = read_config(run)
+    path = run / "report.html" if out is None else out
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.parent}; make it first, or choose another file")
     model, tokenizer = load_model(run)
     rows = open_held_out(config, tokenizer, num_rows)
     documents = [part for row in rows for part in _documents(row)]
     metrics = read_metrics(run)
-    path = run / "report.html" if out is None else out
     sample = generate_text(model, tokenizer, SAMPLE_PROMPT, max_new_tokens=120)
     write_report(
         path,

@@ -194,9 +194,9 @@ def from_json(values: dict[str, Any]) -> TrainConfig:
     sections = {"data": DataConfig, "optim": OptimConfig, "balance": BalanceConfig, "growth": GrowthConfig}
     sections |= {"eval": EvalConfig, "model": LoLConfig}
     try:
+        if "betas" in values.get("optim", {}):
+            values = values | {"optim": values["optim"] | {"betas": tuple(values["optim"]["betas"])}}
         built = {name: sections[name](**value) if name in sections else value for name, value in values.items()}
-        if "optim" in built:
-            built["optim"] = dataclasses.replace(built["optim"], betas=tuple(built["optim"].betas))
         return TrainConfig(**built)
     except TypeError as error:
         raise UserError(
