@@ -1,6 +1,7 @@
 """A resumed run is the run that was never stopped, bit for bit, whatever stopped it."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -93,6 +94,19 @@ def test_with_workers(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert train(config, tmp_path / "run").stopped_by == "SIGINT"
     assert train_elsewhere(tmp_path / "run", corpus, resume=True, data={"num_workers": 2}) == 0
     assert_same_run(tmp_path / "run", tmp_path / "straight", 8)
+
+
+@pytest.mark.slow
+def test_ctrl_c_does_not_end_the_workers(corpus: Path, tmp_path: Path) -> None:
+    """A terminal sends it to all processes; the trainer needs them until it has finished its step."""
+    rows = iter(trainer.prepare(small_config(corpus, data={"num_workers": 1}), tmp_path / "run", None).loader)
+    next(rows)
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGINT)
+    for _ in range(8):  # more than are read ahead
+        next(rows)
+    assert worker.is_alive()
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(corpus: Path, straight: Path, tmp_path: Path) -> None:
