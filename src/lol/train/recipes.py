@@ -36,7 +36,34 @@ def demo() -> TrainConfig:
     )
 
 
-RECIPES: dict[str, Callable[[], TrainConfig]] = {"demo": demo}
+def tiny() -> TrainConfig:
+    """Half a minute on two CPU cores: to see a run from end to end, on any text of a few pages."""
+    return TrainConfig(
+        recipe="tiny",
+        model=LoLConfig(
+            vocab_size=512,
+            hidden_size=64,
+            num_attention_heads=4,
+            num_prelude_layers=1,
+            num_coda_layers=1,
+            num_experts=4,
+            num_routed_depths=6,
+            window_size=16,
+            window_stride=8,
+            tie_word_embeddings=True,
+        ),
+        data=DataConfig(source="stdlib", document_chars=500, held_out_fraction=0.1, context_length=128),
+        optim=OptimConfig(learning_rate=4e-3, warmup_steps=20),
+        balance=BalanceConfig(rate=0.002, sequence_aux=0.2),
+        growth=GrowthConfig(initial_depth=1),
+        eval=EvalConfig(every=50, rows=16, ngrams=True),
+        steps=200,
+        batch_size=8,
+        checkpoint_every=100,
+    )
+
+
+RECIPES: dict[str, Callable[[], TrainConfig]] = {"demo": demo, "tiny": tiny}
 
 
 def recipe(name: str) -> TrainConfig:
