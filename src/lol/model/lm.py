@@ -11,7 +11,7 @@ from transformers.masking_utils import create_causal_mask, packed_sequence_mask_
 
 from lol.errors import UserError
 from lol.model.config import LoLConfig
-from lol.model.core import CoreParts, Steering, broadcast_path, lay_depths, run_core
+from lol.model.core import CoreParts, Steering, broadcast_path, give_path_rows, lay_depths, run_core
 from lol.model.layers import Block, DiagonalInjection, FilmTable, OutputLinear, RMSNorm, Rotary, rotary_angles
 from lol.model.library import Library, StackedLinear, StackedNorm, StackedOutputLinear
 from lol.model.outputs import LoLCausalLMOutput, LoLModelOutput, collect_router_logits, collect_routing
@@ -345,6 +345,16 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             routing=outputs.routing,
         )
         return output if return_dict is not False else output.to_tuple()
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Repeat every input for beams and samples. transformers repeats tensors along their first axis, so a path
+        first gets the batch as its first axis."""
+        if kwargs.get("path") is not None:
+            rows = input_ids if input_ids is not None else kwargs["inputs_embeds"]
+            kwargs["path"] = give_path_rows(torch.as_tensor(kwargs["path"], device=rows.device), rows.shape[0])
+        return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **kwargs)  # pyright: ignore
 
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Tensor, **kwargs: Any
