@@ -92,7 +92,8 @@ class LoLConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         for name in kwargs:
-            if isinstance(getattr(type(self), name, None), property):
+            derived = getattr(type(self), name, None)
+            if isinstance(derived, property) and derived.fset is None:
                 raise UserError(f"{name} follows from the other fields of LoLConfig: leave it out")
         super().__post_init__(**kwargs)
         self.check()
