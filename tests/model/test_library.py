@@ -93,6 +93,30 @@ def test_grouped_dispatch_is_a_plain_loop(
         assert error <= tolerance, f"{name}: {error}"
 
 
+@pytest.mark.parametrize("used", [[0, 2, 3], [1]], ids=["blocks", "one block"])
+def test_autocast_reaches_the_grouped_products(used: list[int]):
+    """Float32 weights, products in bfloat16, as F.linear does it in the loop; gradients are float32 again."""
+    layout = packed_layout(RAGGED)
+    expert = torch.tensor(used)[torch.arange(layout.num_windows) % len(used)]
+    library = make_library(torch.float32)
+    exact, exact_gradients = run(library, "grouped", layout, expert, torch.float32, True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert library.open()["q_proj"][0].dtype == torch.bfloat16
+        assert library.open()["attn_norm"][0].dtype == torch.float32
+        result, gradients = run(library, "grouped", layout, expert, torch.float32, True)
+        looped, looped_gradients = run(library, "loop", layout, expert, torch.float32, True)
+    assert result.dtype == torch.float32
+    gradients, looped_gradients, exact_gradients = (
+        {"result": own} | more
+        for own, more in ((result, gradients), (looped, looped_gradients), (exact, exact_gradients))
+    )
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.float32
+        size = exact_gradients[name].norm()
+        assert 0 < (gradient - exact_gradients[name]).norm() < 0.05 * size, name
+        assert (gradient - looped_gradients[name]).norm() < 0.01 * size, name
+
+
 @pytest.mark.parametrize("dispatch", ["grouped", "loop"])
 @pytest.mark.parametrize("used", [[0, 2], [3]], ids=["two blocks", "one block"])
 def test_an_idle_block_has_a_gradient_of_exactly_zero(dispatch: str, used: list[int]):
