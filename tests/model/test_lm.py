@@ -235,7 +235,7 @@ def test_a_mask_of_another_shape_is_refused_with_the_fix(model: LoLForCausalLM, 
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     for shape in [(1, 5), (2, 6), (6,)]:
         with pytest.raises(
-            UserError, match="attention_mask has shape .* the input \\(1, 6\\): give one entry per token"
+            UserError, match=r"attention_mask has shape .* the input \(1, 6\): give one entry per token"
         ):
             model(ROW, attention_mask=torch.ones(shape, dtype=torch.long))
 
