@@ -234,9 +234,7 @@ def test_a_mask_of_another_shape_is_refused_with_the_fix(model: LoLForCausalLM, 
     # A user's run has no checks of annotations, which would see this mask first.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     for shape in [(1, 5), (2, 6), (6,)]:
-        with pytest.raises(
-            UserError, match=r"attention_mask has shape .* the input \(1, 6\): give one entry per token"
-        ):
+        with pytest.raises(UserError, match=r"attention_mask has shape .* the input \(1, 6\): give one entry"):
             model(ROW, attention_mask=torch.ones(shape, dtype=torch.long))
 
 
@@ -374,6 +372,21 @@ def test_greedy_text_on_a_path_is_that_of_the_forced_model(model: LoLForCausalLM
     forced = model.generate(ids, max_new_tokens=NEW, do_sample=False, path=[2, 0, 1])
     assert torch.equal(forced, greedy_by_loop(model, ids, path=[2, 0, 1]))
     assert not torch.equal(forced, free)
+
+
+def test_windows_that_a_path_does_not_name_stay_free(model: LoLForCausalLM):
+    """The path names a window that is still to come, but not the last ones of the text."""
+    ids, new = ids_of(2, PROMPT), 15
+    path = torch.tensor([[2, 2, 1, 0, 2], [0, 1, -1, 2, 1], [1, 0, -1, 2, 0]])
+    grown, unnamed = ids, set()
+    for _ in range(new):
+        width = model.config.windows_in(grown.shape[1])
+        padded = torch.nn.functional.pad(path[:, :width], (0, max(0, width - 5)), value=-1)
+        output = model(grown, path=padded)
+        unnamed |= set(output.routing.experts[..., 5:].flatten().tolist()) - {-1}
+        grown = torch.cat((grown, output.logits[:, -1].argmax(-1)[:, None]), dim=1)
+    assert len(unnamed) > 1
+    assert torch.equal(model.generate(ids, max_new_tokens=new, do_sample=False, path=path), grown)
 
 
 def test_generation_refuses_a_path_that_does_not_fit(model: LoLForCausalLM):
