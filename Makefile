@@ -1,6 +1,8 @@
 # Needs Python >= 3.11 and make; everything else is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+# Threads that spin while they wait slow each other down tenfold on a machine with other work.
+export OMP_WAIT_POLICY ?= PASSIVE
 RUN ?= runs/demo
 
 .PHONY: demo test test-fast lint install clean

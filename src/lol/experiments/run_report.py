@@ -14,7 +14,7 @@ from lol.errors import UserError
 from lol.generate import generate_text
 from lol.model.cost import count_parameters
 from lol.model.lm import LoLForCausalLM
-from lol.paths.plots import block_colors
+from lol.paths.colors import block_colors
 from lol.paths.record import record_paths, token_texts
 from lol.paths.report import write_report
 from lol.train.config import TrainConfig, from_json

@@ -1,5 +1,6 @@
 """`LoLConfig`: every number that shapes a Library-of-Layers model, and every check with the fix in its message."""
 
+import math
 from typing import Literal, no_type_check
 
 from huggingface_hub.dataclasses import strict
@@ -79,10 +80,10 @@ class LoLConfig(PreTrainedConfig):
     input_injection: Literal["none", "diagonal"] = "none"
     router_only_tokens: bool = False
     rope_theta: int | float = 10_000.0
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: int | float = 1e-6
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 1024
-    initializer_range: float = 0.02
+    initializer_range: int | float = 0.02
     output_router_logits: bool = False
     use_cache: bool = False
     pad_token_id: int | None = None
@@ -90,6 +91,10 @@ class LoLConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs):
+        for name in kwargs:
+            derived = getattr(type(self), name, None)
+            if isinstance(derived, property) and derived.fset is None:
+                raise UserError(f"{name} follows from the other fields of LoLConfig: leave it out")
         super().__post_init__(**kwargs)
         self.check()
 
@@ -133,6 +138,7 @@ class LoLConfig(PreTrainedConfig):
     def check(self) -> None:
         """Raise `UserError` for values that cannot work together."""
         self._check_sizes()
+        self._check_numbers()
         self._check_windows()
         if self.routing == "fixed":
             self._check_fixed_path()
@@ -150,17 +156,22 @@ class LoLConfig(PreTrainedConfig):
             raise UserError(
                 f"intermediate_size must be at least 1 (or None for the rule), not {self.intermediate_size}"
             )
-        if self.hidden_size % self.num_attention_heads:
+        # Heads are rotated in pairs of channels.
+        if self.hidden_size % 2:
+            raise UserError(f"hidden_size must be even, not {self.hidden_size}: a head rotates pairs of channels")
+        if self.hidden_size % (2 * self.num_attention_heads):
             raise UserError(
-                f"num_attention_heads={self.num_attention_heads} does not divide hidden_size={self.hidden_size}: "
-                f"choose one of {_divisors(self.hidden_size)}"
+                f"num_attention_heads={self.num_attention_heads} does not divide hidden_size={self.hidden_size} into "
+                f"heads of an even size: choose one of {_divisors(self.hidden_size // 2)}"
             )
-        if self.head_dim % 2:
-            raise UserError(
-                f"a head of {self.head_dim} channels cannot be rotated: hidden_size/num_attention_heads must be even"
-            )
-        if self.router_noise_max < 0:
-            raise UserError(f"router_noise_max must not be negative, not {self.router_noise_max}; 0 turns noise off")
+
+    def _check_numbers(self) -> None:
+        for name in ("rope_theta", "rms_norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name} must be positive and finite, not {getattr(self, name)}")
+        for name, use in {"initializer_range": "weights start at 0", "router_noise_max": "noise is off"}.items():
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"{name} must be 0 ({use}) or positive and finite, not {getattr(self, name)}")
 
     def _check_windows(self) -> None:
         if self.window_stride > self.window_size:

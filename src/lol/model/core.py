@@ -128,6 +128,24 @@ def _draw_noise(
     ]
 
 
+def give_path_rows(path: Int[Tensor, "..."], batch: int) -> Int[Tensor, "B D _"]:
+    """Bring a caller's path into shape (batch, depths, windows), where windows is as given, or 1.
+
+    Args:
+        path: (D,), (D, windows) or (batch, D, windows), where batch and windows may be 1.
+
+    Raises:
+        UserError: a shape that does not fit.
+    """
+    if not 1 <= path.ndim <= 3:
+        raise UserError(f"path must have shape (D,), (D, windows) or (batch, D, windows), not {tuple(path.shape)}")
+    shaped = path[:, None] if path.ndim == 1 else path
+    shaped = shaped if shaped.ndim == 3 else shaped[None]
+    if shaped.shape[0] not in (1, batch):
+        raise UserError(f"path has {shaped.shape[0]} rows, but the batch has {batch}: give one row, or one per row")
+    return shaped.expand(batch, -1, -1)
+
+
 def broadcast_path(
     path: Int[Tensor, "..."], batch: int, num_depths: int, num_experts: int, num_windows: int
 ) -> Int[Tensor, "B D K"]:
@@ -144,14 +162,9 @@ def broadcast_path(
         raise UserError(
             f"path names block {wrong}, but the library holds blocks 0 to {num_experts - 1} (-1 leaves the router free)"
         )
-    if not 1 <= path.ndim <= 3:
-        raise UserError(f"path must have shape (D,), (D, windows) or (batch, D, windows), not {tuple(path.shape)}")
-    shaped = path[:, None] if path.ndim == 1 else path
-    shaped = shaped if shaped.ndim == 3 else shaped[None]
+    shaped = give_path_rows(path, batch)
     if shaped.shape[1] != num_depths:
         raise UserError(f"path has {shaped.shape[1]} depths, but {num_depths} are run: give one block per depth")
-    if shaped.shape[0] not in (1, batch):
-        raise UserError(f"path has {shaped.shape[0]} rows, but the batch has {batch}: give one row, or one per row")
     if shaped.shape[2] not in (1, num_windows):
         raise UserError(
             f"path has {shaped.shape[2]} windows, but the longest row has {num_windows}: give one block per depth, or "

@@ -68,8 +68,10 @@ class Library(GradientCheckpointingLayer):
         self.down_proj = StackedOutputLinear(experts, hidden, d)
 
     def open(self) -> Shelf:
-        """Take the stacks apart, once per forward pass of the model."""
-        return {name: getattr(self, name).weight.unbind(0) for name in (*NORMS, *PROJECTIONS)}
+        """Take the stacks apart, once per forward pass of the model; under autocast the projections are cast here."""
+        norms = {name: getattr(self, name).weight for name in NORMS}
+        projections = {name: autocast(getattr(self, name).weight) for name in PROJECTIONS}
+        return {name: stack.unbind(0) for name, stack in (norms | projections).items()}
 
     def forward(
         self,
@@ -116,7 +118,8 @@ class Library(GradientCheckpointingLayer):
             index = chosen[layout.window_of_token].nonzero().squeeze(1)
             attend = self._attention(line_up(layout.windows.length[chosen]))
             parts = self._parts(shelf, [block], [index.numel()])
-            update = update.index_copy(0, index, block_update(parts, state[index], attend, film))
+            own = block_update(parts, state[index], attend, film)
+            update = update.index_copy(0, index, own.to(update.dtype))
         return update
 
     def _parts(self, shelf: Shelf, blocks: Sequence[int], counts: list[int]) -> BlockParts:
@@ -141,6 +144,14 @@ class Library(GradientCheckpointingLayer):
             rope_theta=self.config.rope_theta,
             sliding=sliding,
         )
+
+
+def autocast(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """What autocast makes of an argument of `F.linear`; it does not know the grouped product."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -174,7 +185,7 @@ def grouped_linear(
     """Multiply consecutive runs of rows by different matrices: run i, of `counts[i]` rows, by `weights[i]`."""
     if len(weights) == 1:
         return F.linear(x, weights[0])
-    return _GroupedLinear.apply(x, counts, *weights)  # pyright: ignore[reportReturnType]
+    return _GroupedLinear.apply(autocast(x), counts, *map(autocast, weights))  # pyright: ignore[reportReturnType]
 
 
 def window_attention(

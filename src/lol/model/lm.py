@@ -11,7 +11,7 @@ from transformers.masking_utils import create_causal_mask, packed_sequence_mask_
 
 from lol.errors import UserError
 from lol.model.config import LoLConfig
-from lol.model.core import CoreParts, Steering, broadcast_path, lay_depths, run_core
+from lol.model.core import CoreParts, Steering, broadcast_path, give_path_rows, lay_depths, run_core
 from lol.model.layers import Block, DiagonalInjection, FilmTable, OutputLinear, RMSNorm, Rotary, rotary_angles
 from lol.model.library import Library, StackedLinear, StackedNorm, StackedOutputLinear
 from lol.model.outputs import LoLCausalLMOutput, LoLModelOutput, collect_router_logits, collect_routing
@@ -126,8 +126,9 @@ class LoLModel(LoLPreTrainedModel):
         output_hidden_states: bool | None = None,
         cache: Cache | None = None,
         use_cache: bool | None = None,
+        return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> LoLModelOutput:
+    ) -> LoLModelOutput | tuple:
         """Run the model.
 
         Args:
@@ -148,6 +149,7 @@ class LoLModel(LoLPreTrainedModel):
             output_hidden_states: Return the state after every layer.
             cache: Must be `None`; this release decodes by running the prefix again.
             use_cache: Must not be true, likewise.
+            return_dict: False returns a tuple of the fields that are not `None`.
 
         Raises:
             UserError: an input that cannot be run; the message names the fix.
@@ -179,12 +181,13 @@ class LoLModel(LoLPreTrainedModel):
         hidden_states[-1] = x = self.norm(x)
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
-        return LoLModelOutput(
+        output = LoLModelOutput(
             last_hidden_state=x,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
             router_logits=collect_router_logits(routes) if output_router_logits else None,
             routing=collect_routing(routes, batch, self.config.num_experts, x.device),
         )
+        return output if return_dict is not False else output.to_tuple()
 
     def _embed(
         self,
@@ -346,15 +349,24 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         )
         return output if return_dict is not False else output.to_tuple()
 
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Repeat every input for beams and samples. transformers repeats tensors along their first axis, so a path
+        first gets the batch as its first axis."""
+        if kwargs.get("path") is not None:
+            assert input_ids is not None
+            path = torch.as_tensor(kwargs["path"], device=input_ids.device)
+            kwargs["path"] = give_path_rows(path, input_ids.shape[0])
+        return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **kwargs)  # pyright: ignore
+
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Tensor, **kwargs: Any
     ) -> dict[str, Any]:
         """Let what was said of the prompt hold while the text grows: new tokens are read by everything, and windows
         that a path does not name stay free; a path may name windows that are still to come."""
         inputs = GenerationMixin.prepare_inputs_for_generation(self, input_ids, **kwargs)  # pyright: ignore
-        columns = (
-            inputs["input_ids"].shape[1] if inputs.get("input_ids") is not None else inputs["inputs_embeds"].shape[1]
-        )
+        columns = inputs["input_ids"].shape[1]
         hidden = inputs.get("router_only_ids")
         if hidden is not None:
             inputs["router_only_ids"] = nn.functional.pad(hidden, (0, columns - hidden.shape[1]), value=-1)

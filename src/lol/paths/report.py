@@ -22,7 +22,8 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from lol.errors import UserError
-from lol.paths.plots import block_colors, find_summary
+from lol.paths.colors import block_colors
+from lol.paths.curves import find_summary
 from lol.paths.record import PathStatistics, Stretch, path_statistics, stretches, utilisation
 from lol.paths.svg import balance_svg, loss_svg
 

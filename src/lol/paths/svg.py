@@ -10,7 +10,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
-from lol.paths.plots import Curves, read_curves, thin
+from lol.paths.curves import Curves, read_curves, thin
 
 _LEFT, _TOP, _BOTTOM, _STRIP = 34, 26, 30, 12
 _LABEL_GAP = 15  # pixels between the names of two lines

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from lol.paths.plots import block_colors, loss_curve, read_curves, thin, utilisation_heatmap
+from lol.paths.colors import block_colors
+from lol.paths.curves import read_curves, thin
 from lol.paths.svg import balance_svg, loss_svg
 
 # Machado, Oliveira and Fernandes 2009, full strength: what protan, deutan and tritan eyes see, in linear RGB.
@@ -66,20 +67,6 @@ def test_thinning_keeps_the_mean():
     assert len(thin(points, 10)) == 10
     assert np.mean(thin(points, 10), axis=0) == pytest.approx(np.mean(points, axis=0))
     assert thin([], 10) == []
-
-
-def test_loss_curve_draws_all_four_lines(metrics):
-    axes = loss_curve(metrics).axes[0]
-    ends = {line.get_label(): line.get_ydata()[-1] for line in axes.lines}
-    assert ends["train"] == 4.0
-    assert ends["held-out"] == 4.25
-    assert {5.5, 4.5} < set(ends.values())
-
-
-def test_heatmap_writes_the_share_in_each_cell():
-    figure = utilisation_heatmap(np.array([[0.25, 0.75], [1.0, 0.0]]))
-    assert [text.get_text() for text in figure.axes[0].texts] == ["25", "75", "100", "0"]
-    figure.draw_without_rendering()
 
 
 def test_loss_svg_names_every_line_and_no_two_names_touch(metrics):

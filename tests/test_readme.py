@@ -1,0 +1,60 @@
+"""The README is a script: its commands run as they stand, in order, in a folder with nothing but a text file."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def code_blocks() -> list[tuple[str, str]]:
+    """(language, code) of every fenced block after the two make commands."""
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", readme, flags=re.MULTILINE | re.DOTALL)
+    assert blocks[0] == ("bash", blocks[0][1])
+    assert re.findall(r"^make \w+", blocks[0][1], flags=re.MULTILINE) == ["make demo", "make test"]
+    return blocks[1:]
+
+
+def test_the_first_lines_are_the_two_commands():
+    assert (ROOT / "README.md").read_text().splitlines()[2] == "```bash"
+    assert len(code_blocks()) >= 7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_command_of_the_readme_runs(tmp_path: Path):
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    text = "\n\n".join(
+        (stdlib / name).read_text() for name in ("argparse.py", "ast.py", "calendar.py", "statistics.py")
+    )
+    (tmp_path / "my-text.txt").write_text(text)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    printed = ""
+    for language, code in code_blocks():
+        command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+        printed += done.stdout
+    assert "held-out loss, nats per token" in printed
+    assert (tmp_path / "runs/mine/report.html").stat().st_size > 20_000
+    change = re.search(r"largest change of a logit: ([\d.]+)", printed)
+    assert change is not None
+    assert float(change[1]) > 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
