@@ -19,6 +19,7 @@ from lol.paths.record import record_paths
 from lol.train.config import MODEL_FIELDS, TrainConfig
 from lol.train.loading import load_model
 from lol.train.metrics import read_metrics
+from lol.train.recipes import recipe
 from small_run import FLAGS, Lol, environment
 
 # --- from training to text and paths
@@ -48,7 +49,7 @@ def test_the_short_flags(lol: Lol, corpus: Path, tmp_path: Path) -> None:
     assert config["model"]["num_experts"] == 5
     assert config["optim"]["betas"] == [0.5, 0.6]
     # What no flag changed is the recipe's.
-    assert config["balance"]["rate"] == 0.01
+    assert config["balance"]["rate"] == recipe("demo").balance.rate != TrainConfig().balance.rate
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["step-00000001", "step-00000002"]
     saved = json.loads((run / "checkpoints" / names[0] / "config.json").read_text())

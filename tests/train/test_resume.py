@@ -109,6 +109,7 @@ def test_ctrl_c_does_not_end_the_workers(corpus: Path, tmp_path: Path) -> None:
     assert worker.is_alive()
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_again(corpus: Path, straight: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(small_config(corpus), run)
