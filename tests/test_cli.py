@@ -61,6 +61,8 @@ def test_resume_continues_and_may_change_what_computes_nothing(lol: Lol, corpus:
     assert lol(*command)[0] == 0
     assert "resumed at step 2" in lol(*command, "--resume", "--checkpoint-every", "0", "--eval.ngrams")[1]
     assert lol(*command, "--resume", "--steps", "3")[0] == 2
+    code, out, _ = lol("train", "--run", tmp_path / "run", "--resume")
+    assert (code, "resumed at step 2" in out) == (0, True), "a resumed run knows its own flags"
 
 
 def test_generate_is_decided_by_its_seed(lol: Lol, trained: Path) -> None:

@@ -47,16 +47,21 @@ class Train:
     """Folder of the run: configuration, metrics and checkpoints. Never overwritten unasked."""
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Go on from the newest checkpoint of the run, bit for bit as if never stopped."""
+    """Go on from the newest checkpoint of the run, bit for bit as if never stopped. Its flags need not be repeated."""
 
 
 def train(args: list[str]) -> int:
+    from lol.experiments.run_report import read_config
     from lol.train.recipes import recipe
+    from lol.train.run_folder import CONFIG
     from lol.train.trainer import train as run_training
 
     # Without its __init__: tyro's mark for what the flags must give is no Path.
     default = object.__new__(Train)
-    vars(default).update(run=tyro.MISSING, config=recipe(_flag(args, "--recipe", default="demo")), resume=False)
+    run = _flag(args, "--run", default="")
+    resumed = run and "--resume" in args and (Path(run) / CONFIG).exists()
+    config = read_config(Path(run)) if resumed else recipe(_flag(args, "--recipe", default="demo"))
+    vars(default).update(run=tyro.MISSING, config=config, resume=False)
     command = _parse(Train, "train", args, default=default)
     outcome = run_training(command.config, command.run, resume=command.resume)
     if outcome.stopped_by is not None:

@@ -16,9 +16,10 @@ from lol.train.interrupt import Interrupt
 with Interrupt() as interrupt:
     worker = os.fork()
     if worker == 0:
+        # The worker says when it is ready: what reaches a process while it is being forked is lost.
+        print("ready", flush=True)
         while True:
             time.sleep(0.01)
-    print("ready", flush=True)
     while not interrupt.requested:
         time.sleep(0.01)
     os.kill(worker, signal.SIGTERM)

@@ -77,7 +77,7 @@ def save_checkpoint(
         if shutil.disk_usage(folder).free < needed:
             raise OSError("too little free space")
         partial.mkdir()
-        with _no_progress_bar():
+        with no_progress_bar():
             # As the state dict names them; transformers would rename some models' weights to an older format's names.
             model.save_pretrained(partial, save_original_format=False)
         tokenizer.save_pretrained(partial)
@@ -248,8 +248,8 @@ def _flush(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    # save_pretrained draws a bar of its own through the trainer's.
+def no_progress_bar() -> Iterator[None]:
+    """Keep transformers from drawing a bar of its own while it saves or loads."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -8,13 +8,12 @@ from typing import Any
 
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
 
 from lol.data.tokenizer import load_tokenizer
 from lol.errors import UserError
 from lol.model.config import LoLConfig
 from lol.model.lm import LoLForCausalLM
-from lol.train.checkpoint import newest_checkpoint
+from lol.train.checkpoint import newest_checkpoint, no_progress_bar
 from lol.train.run_folder import CHECKPOINTS
 
 
@@ -39,11 +38,11 @@ def load_model(folder: Path) -> tuple[LoLForCausalLM, PreTrainedTokenizerFast]:
             f"{folder} holds a model of type {config.get('model_type')!r}: give one that was trained with lol "
             f"(model_type {LoLConfig.model_type!r})"
         )
-    transformers_logging.disable_progress_bar()
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
+        with no_progress_bar():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path, local_files_only=True, use_safetensors=True, output_loading_info=True
+            )
     except (SafetensorError, OSError, RuntimeError) as error:
         raise UserError(f"the weights in {path} cannot be loaded ({error}): use another checkpoint") from error
     model, report = loaded
