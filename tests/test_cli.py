@@ -271,3 +271,14 @@ def test_ctrl_c_while_a_run_is_prepared(tmp_path: Path) -> None:
         out, err = child.communicate(timeout=120)
     assert (child.returncode, out, err) == (130, "", "lol: interrupted\n")
     assert not (run / "config.json").exists()
+
+
+@pytest.mark.parametrize("words", [("paths",), ("paths", "--help"), ("bench", "-h")])
+def test_a_verb_in_two_words_helps_with_its_first(lol: Lol, words: tuple[str, ...]) -> None:
+    code, out, _ = lol(*words)
+    assert (code, out) == (0, cli.USAGE + "\n")
+
+
+def test_an_argument_that_is_no_text_is_refused(lol: Lol, tmp_path: Path) -> None:
+    code, _, err = lol("generate", "--model", tmp_path, "--prompt", "a\udcff")
+    assert (code, "UTF-8" in err) == (2, True)

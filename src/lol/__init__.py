@@ -1,5 +1,9 @@
 """Library of Layers: transformers that pick their own layer order."""
 
+import lol.threads  # noqa: F401
+
+# isort: split
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from lol.errors import UserError

@@ -239,6 +239,12 @@ def _run_verb(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
         return 0
+    if any(args[:1] == [words[0]] and args[1:2] in ([], ["-h"], ["--help"]) and len(words) > 1 for words in VERBS):
+        print(USAGE)
+        return 0
+    broken = [arg for arg in args if _is_broken(arg)]
+    if broken:
+        return _complain(f"{broken[0]!r} is not UTF-8 text: write it in UTF-8")
     for words, verb in VERBS.items():
         if tuple(args[: len(words)]) == words:
             try:
@@ -252,6 +258,11 @@ def _run_verb(args: list[str]) -> int:
                     raise
                 return _complain(f"{error.filename}: {error.strerror}; choose a file that can be read or written there")
     return _complain(f"there is no verb {' '.join(args[:2])!r}\n\n{USAGE}")
+
+
+def _is_broken(arg: str) -> bool:
+    """Whether an argument holds bytes that are no UTF-8; Python keeps them as surrogates, which no tokenizer takes."""
+    return any("\ud800" <= character <= "\udfff" for character in arg)
 
 
 def _complain(message: str, code: int = 2) -> int:

@@ -180,3 +180,9 @@ def test_token_texts_add_up_to_the_text(tokenizer):
     assert pieces[:4] == ["n", "a", "ï", ""]
     broken = token_texts(tokenizer, ids[:3])
     assert broken == ["n", "a", "\ufffd"]
+
+
+def test_one_text_is_one_row(model, tokenizer):
+    table = record_paths(model, "a text, not letters", tokenizer)
+    assert table["row"].unique().tolist() == [0]
+    assert table.equals(record_paths(model, ["a text, not letters"], tokenizer))

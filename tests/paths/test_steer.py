@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lol import UserError, force_path, record_paths
+from lol.paths.steer import _as_blocks
 
 PATH = [4, 0, 3, 1, 2, 2]
 
@@ -147,3 +148,10 @@ def test_mistakes_name_the_fix(model, arguments, message):
     with pytest.raises(UserError, match=message), force_path(model, **arguments):
         pass
     assert hooks(model) == 0
+
+
+@pytest.mark.parametrize("path", [None, "000000", [0.5] * 6, torch.zeros(6, 9, dtype=torch.long), torch.zeros(1, 6, 1)])
+def test_what_is_no_list_of_blocks_is_refused(path):
+    # Not through force_path, whose annotations refuse these under the tests, but not for a user.
+    with pytest.raises(UserError, match="no list of blocks"):
+        _as_blocks(path)

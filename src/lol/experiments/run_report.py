@@ -45,7 +45,8 @@ def report_run(run: Path, *, out: Path | None = None, num_rows: int = 6) -> Path
     rows = open_held_out(config, tokenizer, num_rows)
     documents = [part for row in rows for part in _documents(row)]
     metrics = read_metrics(run)
-    sample = generate_text(model, tokenizer, SAMPLE_PROMPT, max_new_tokens=120)
+    room = max(1, config.data.context_length - len(tokenizer(SAMPLE_PROMPT)["input_ids"]))
+    sample = generate_text(model, tokenizer, SAMPLE_PROMPT, max_new_tokens=min(120, room))
     write_report(
         path,
         title=f"{run.name}: a library of {model.config.num_experts} blocks",

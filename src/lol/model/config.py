@@ -31,7 +31,8 @@ class LoLConfig(PreTrainedConfig):
         num_experts: L, blocks stored in the library.
         num_routed_depths: D, depths executed.
         window_size: W, tokens in a window.
-        window_stride: S, by which window borders shift from depth to depth: depth l shifts by `((l-1) S) mod W`.
+        window_stride: S, by which window borders shift from depth to depth: depth l = 0 … D-1 shifts by
+            `(l S) mod W`.
         routing: `"learned"`: a router picks the block of each window. `"fixed"`: depth l runs block `fixed_path[l]`
             with weight 1, and there is no router, no depth embedding and no balancing bias.
         fixed_path: The D block indices of `routing="fixed"`.

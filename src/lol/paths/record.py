@@ -41,7 +41,7 @@ def find_model(model: nn.Module) -> LoLModel:
 @torch.no_grad()
 def record_paths(
     model: nn.Module,
-    rows: Iterable[Any],
+    rows: str | Iterable[Any],
     tokenizer: Any = None,
     *,
     batch_size: int = 8,
@@ -54,8 +54,9 @@ def record_paths(
 
     Args:
         model: `LoLModel`, `LoLForCausalLM` or a module around one.
-        rows: Texts; or token ids, a row each; or mappings (the rows of a data set) with `input_ids` and, where they
-            have them, `attention_mask` and `position_ids` that restart where a packed row's next document begins.
+        rows: A text, or texts; or token ids, a row each; or mappings (the rows of a data set) with `input_ids` and,
+            where they have them, `attention_mask` and `position_ids` that restart where a packed row's next document
+            begins.
         tokenizer: Reads texts, as `tokenizer(text)["input_ids"]`. Not needed for ids.
         batch_size: Rows run at once. Results do not depend on it.
         num_depths: Run only the first so many depths, as in growing. Default: all.
@@ -76,7 +77,7 @@ def record_paths(
     base.eval()
     parts, rows_so_far, documents_so_far = [], 0, 0
     try:
-        read = _read_rows(rows, tokenizer)
+        read = _read_rows([rows] if isinstance(rows, str) else rows, tokenizer)
         while batch := list(islice(read, batch_size)):
             ids, positions, mask = _pad(batch, base.embed_tokens.weight.device)
             outputs = base(

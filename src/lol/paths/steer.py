@@ -136,7 +136,7 @@ def _spread_over_depths(model: LoLModel, path: Any, depths: Sequence[int] | None
     for depth in chosen:
         if not 0 <= depth < num_depths:
             raise UserError(f"depth {depth} does not exist: the model has depths 0 to {num_depths - 1}")
-    blocks = [path] * len(chosen) if isinstance(path, int) else [int(block) for block in path]
+    blocks = [path] * len(chosen) if isinstance(path, int) else _as_blocks(path)
     if len(blocks) != len(chosen):
         raise UserError(
             f"path names {len(blocks)} blocks for {len(chosen)} depths: give one block per depth, or a number"
@@ -150,6 +150,16 @@ def _spread_over_depths(model: LoLModel, path: Any, depths: Sequence[int] | None
     for depth, block in zip(chosen, blocks, strict=True):
         spread[depth] = block
     return spread
+
+
+def _as_blocks(path: Any) -> list[int]:
+    blocks = path.tolist() if hasattr(path, "tolist") else path
+    if not isinstance(blocks, Sequence) or not all(isinstance(block, int) for block in blocks):
+        raise UserError(
+            f"path={path!r} is no list of blocks: give one whole number per depth, or a number for all depths; to force "
+            "single windows, name them in windows=, or use the model's own path="
+        )
+    return list(blocks)
 
 
 def _check_windows(windows: Sequence[int]) -> Int[Tensor, "_"]:

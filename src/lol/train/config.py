@@ -41,11 +41,15 @@ class OptimConfig:
     """AdamW with linear warm-up and a cosine down to a floor."""
 
     learning_rate: float = 3e-4
+    """At its peak, after the warm-up."""
     final_learning_rate: float = 0.1
     """Share of the learning rate that is left at the last step."""
     warmup_steps: int = 100
+    """Steps in which the learning rate rises."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's two moments."""
     eps: float = 1e-8
+    """AdamW's epsilon."""
     weight_decay: float = 0.1
     """On matrices only: norms, biases, depth embeddings, FiLM and injection take none."""
     clip_norm: float = 1.0
@@ -101,7 +105,7 @@ class TrainConfig:
     """A training run."""
 
     recipe: str = ""
-    """Name of the recipe that this configuration started from."""
+    """Recipe whose values the other flags replace: demo or tiny."""
     model: LoLConfig = field(default_factory=LoLConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -64,5 +64,5 @@ def find_checkpoint(folder: Path) -> Path:
         return folder
     newest = newest_checkpoint(folder, warn=partial(print, file=sys.stderr))
     if newest is None:
-        raise UserError(f"{folder} holds no whole checkpoint yet: let the run write one, or lower --checkpoint-every")
+        raise UserError(f"{folder} holds no whole checkpoint: let the run write one, or restore one")
     return newest
