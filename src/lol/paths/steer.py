@@ -156,8 +156,8 @@ def _as_blocks(path: Any) -> list[int]:
     blocks = path.tolist() if hasattr(path, "tolist") else path
     if not isinstance(blocks, Sequence) or not all(isinstance(block, int) for block in blocks):
         raise UserError(
-            f"path={path!r} is no list of blocks: give one whole number per depth, or a number for all depths; to force "
-            "single windows, name them in windows=, or use the model's own path="
+            f"path={path!r} is no list of blocks: give one whole number per depth, or a number for all depths; to "
+            "force single windows, name them in windows=, or use the model's own path="
         )
     return list(blocks)
 
