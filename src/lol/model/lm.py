@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 
 from lol.errors import UserError
+from lol.model.cache import RoutedLayer, TokenColumns
 from lol.model.config import LoLConfig
-from lol.model.core import CoreParts, Steering, broadcast_path, give_path_rows, lay_depths, run_core
+from lol.model.core import CoreMemory, CoreParts, Steering, broadcast_path, give_path_rows, lay_depths, run_core
 from lol.model.layers import Block, DiagonalInjection, FilmTable, OutputLinear, RMSNorm, Rotary, rotary_angles
 from lol.model.library import Library, StackedLinear, StackedNorm, StackedOutputLinear
 from lol.model.outputs import LoLCausalLMOutput, LoLModelOutput, collect_router_logits, collect_routing
@@ -147,42 +148,45 @@ class LoLModel(LoLPreTrainedModel):
                 Default: torch's global generator.
             output_router_logits: Return the router's raw logits.
             output_hidden_states: Return the state after every layer.
-            cache: Must be `None`; this release decodes by running the prefix again.
-            use_cache: Must not be true, likewise.
+            cache: `DynamicCache(config=model.config)`; what earlier passes have put into it goes on. The attention mask
+                then covers those tokens too.
+            use_cache: Make and return a cache where none is given. Default: no.
             return_dict: False returns a tuple of the fields that are not `None`.
 
         Raises:
             UserError: an input that cannot be run; the message names the fix.
         """
-        if cache is not None or use_cache:
-            raise UserError("this release decodes without a cache: pass use_cache=False (the default) and no cache")
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         if kwargs.pop("output_attentions", None):
             raise UserError("attention weights are not returned: leave output_attentions out")
-        embeds, documents = self._embed(input_ids, inputs_embeds, attention_mask, position_ids)
+        embeds, documents = self._embed(input_ids, inputs_embeds, attention_mask, position_ids, cache)
         embeds, router_only = self._hide_router_only(embeds, documents, router_only_ids)
         batch = documents.shape[0]
         layouts = lay_depths(self.config, documents, self._check_depths(num_depths))
 
-        layer_inputs = self.layer_inputs(embeds, documents)
+        layer_inputs = self.layer_inputs(embeds, documents, attention_mask, cache)
         hidden_states, x = [embeds], embeds
         for layer in self.prelude:
-            x = layer(x, *layer_inputs)
+            x = layer(x, *layer_inputs, cache=cache)
             hidden_states.append(x)
 
         steering = Steering(self._forced_path(path, batch, layouts), path_weight, router_only, generator)
-        stream, routes = run_core(self._core_parts(), documents.gather(x), layouts, steering, self.training)
+        memory = None if cache is None else self._memory(cache, documents, len(layouts))
+        stream, routes = run_core(self._core_parts(), documents.gather(x), layouts, steering, self.training, memory)
         x = documents.scatter(stream)
         if output_hidden_states:
             hidden_states.extend(documents.scatter(route.state) for route in routes)
 
         for layer in self.coda:
-            x = layer(x, *layer_inputs)
+            x = layer(x, *layer_inputs, cache=cache)
             hidden_states.append(x)
         hidden_states[-1] = x = self.norm(x)
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
         output = LoLModelOutput(
             last_hidden_state=x,
+            cache=cache,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
             router_logits=collect_router_logits(routes) if output_router_logits else None,
             routing=collect_routing(routes, batch, self.config.num_experts, x.device),
@@ -195,17 +199,27 @@ class LoLModel(LoLPreTrainedModel):
         inputs_embeds: Tensor | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
+        cache: Cache | None,
     ) -> tuple[Tensor, Documents]:
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("give either input_ids or inputs_embeds")
         given = input_ids if input_ids is not None else inputs_embeds
         assert given is not None
-        shape = (given.shape[0], given.shape[1])
-        if attention_mask is not None and attention_mask.shape != shape:
+        batch, columns = given.shape[0], given.shape[1]
+        before = 0 if cache is None else cache.get_seq_length()
+        if attention_mask is not None and attention_mask.shape != (batch, before + columns):
+            cached = f" after {before} in the cache" if before else ""
             raise UserError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}, the input {shape}: give one entry per token"
+                f"attention_mask has shape {tuple(attention_mask.shape)}, the input {(batch, columns)}{cached}: give one "
+                "entry per token, those in the cache included"
             )
-        documents = find_documents(shape, position_ids, attention_mask, given.device)
+        past = None
+        if cache is not None:
+            past = torch.full((batch,), before, device=given.device)
+            if attention_mask is not None:
+                past = attention_mask[:, :before].long().sum(1)
+        mask = attention_mask if attention_mask is None else attention_mask[:, before:]
+        documents = find_documents((batch, columns), position_ids, mask, given.device, past)
         if inputs_embeds is not None:
             return inputs_embeds, documents
         assert input_ids is not None
@@ -232,20 +246,28 @@ class LoLModel(LoLPreTrainedModel):
         filled = torch.where(documents.scatter(hidden)[..., None], self.filler_embedding.to(embeds.dtype), embeds)
         return filled, summed
 
-    def layer_inputs(self, embeds: Float[Tensor, "B n d"], documents: Documents) -> tuple[Rotary, Any, Tensor]:
+    def layer_inputs(
+        self,
+        embeds: Float[Tensor, "B n d"],
+        documents: Documents,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[Rotary, Any, Tensor]:
         """What the prelude's and coda's layers need beside the state: rotary angles, the attention mask in the form
         that the chosen attention implementation wants, and positions."""
         batch, columns = documents.shape
-        grid_document = documents.grid_document
         packed = documents.num_documents > batch
+        padded = attention_mask is not None and not bool(attention_mask.all())
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=embeds,
-            attention_mask=None if documents.grid_index is None else grid_document >= 0,
-            cache=None,
+            attention_mask=attention_mask.bool() if padded and attention_mask is not None else None,
+            cache=cache,
             # Handed over only to say that rows are packed: without restarts transformers need not look for them.
-            position_ids=documents.grid_position if packed and documents.grid_index is None else None,
-            and_mask_function=packed_sequence_mask_function(grid_document) if packed and columns > 1 else None,
+            position_ids=documents.grid_position if packed and not padded else None,
+            and_mask_function=packed_sequence_mask_function(documents.grid_document)
+            if packed and columns > 1
+            else None,
         )
         rotary = rotary_angles(
             documents.grid_position[:, None], self.config.head_dim, self.config.rope_theta, embeds.dtype
@@ -256,6 +278,25 @@ class LoLModel(LoLPreTrainedModel):
         return CoreParts(
             self.config, self.library, self.router, self.depth_embedding, self.expert_bias, self.film, self.injection
         )
+
+    def _memory(self, cache: Cache, documents: Documents, num_depths: int) -> CoreMemory:
+        """The cache's part of the core; every depth must have seen the same tokens."""
+        first = self.config.num_prelude_layers
+        layers = cache.layers[first : first + num_depths]
+        if num_depths != self.config.num_routed_depths:
+            raise UserError("a cache holds all depths: leave num_depths out, or run without a cache")
+        if not all(isinstance(layer, RoutedLayer) for layer in layers) or len(layers) < num_depths:
+            raise UserError("the cache has no routed layers: make it by DynamicCache(config=model.config)")
+        assert documents.past is not None
+        for layer in layers[:1]:
+            if layer.rows is not None and not torch.equal(layer.rows.position, documents.past):
+                raise UserError(
+                    f"the attention mask has {documents.past.tolist()} real tokens in the cached part, the cache holds "
+                    f"{layer.rows.position.tolist()}: give the mask that those tokens were given with"
+                )
+        columns = documents.shape[1]
+        places = torch.arange(columns, device=documents.position.device).expand(documents.shape)
+        return CoreMemory(layers, TokenColumns(columns, documents.gather(places)))
 
     def _check_depths(self, num_depths: int | None) -> int:
         if num_depths is None:
@@ -312,6 +353,8 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise UserError("labels need all logits: leave logits_to_keep out")
+        if labels is not None and cache is not None and cache.get_seq_length():
+            raise UserError("a loss needs the whole text: give labels without a cache that holds its beginning")
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -343,6 +386,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         output = LoLCausalLMOutput(
             loss=loss,
             logits=logits,
+            cache=outputs.cache,
             hidden_states=outputs.hidden_states,
             router_logits=outputs.router_logits,
             routing=outputs.routing,
@@ -367,15 +411,17 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         that a path does not name stay free; a path may name windows that are still to come."""
         inputs = GenerationMixin.prepare_inputs_for_generation(self, input_ids, **kwargs)  # pyright: ignore
         columns = inputs["input_ids"].shape[1]
+        total = input_ids.shape[1]
         hidden = inputs.get("router_only_ids")
         if hidden is not None:
-            inputs["router_only_ids"] = nn.functional.pad(hidden, (0, columns - hidden.shape[1]), value=-1)
+            hidden = nn.functional.pad(hidden, (0, total - hidden.shape[1]), value=-1)[:, total - columns :]
+            inputs["router_only_ids"] = hidden if bool((hidden >= 0).any()) else None
         path = inputs.get("path")
         if path is not None:
             path = torch.as_tensor(path, device=input_ids.device)
             if path.ndim > 1 and path.shape[-1] > 1:
                 mask = inputs.get("attention_mask")
-                longest = columns if mask is None else int(mask.sum(1).max())
+                longest = total if mask is None else int(mask.sum(1).max())
                 width = self.config.windows_in(longest, inputs.get("num_depths"))
                 path = nn.functional.pad(path[..., :width], (0, max(0, width - path.shape[-1])), value=-1)
             inputs["path"] = path
