@@ -1,8 +1,8 @@
 # Needs Python >= 3.11 and make; everything else is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-# Threads that spin while they wait slow each other down tenfold on a machine with other work.
-export OMP_WAIT_POLICY ?= PASSIVE
+# GNU OpenMP's threads spin for long while they wait, which costs a factor of ten on a machine with other work (LOG.md).
+export GOMP_SPINCOUNT ?= 1000
 RUN ?= runs/demo
 
 .PHONY: demo test test-fast lint install clean

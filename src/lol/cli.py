@@ -1,6 +1,7 @@
 """`lol …`: one command per verb, its flags made from typed functions and dataclasses by tyro; no logic of its own."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,18 +21,18 @@ USAGE = """\
 usage: lol VERB [flags]          lol VERB --help lists a verb's flags
 
   train          train a model, or go on with a run
-                 lol train --recipe demo --run runs/demo
-                 lol train --recipe demo --run runs/mine --data my-text.txt --steps 500
+      lol train --recipe demo --run runs/demo
+      lol train --run runs/mine --data my-text.txt --steps 500
   generate       continue a prompt; --path forces blocks
-                 lol generate --model runs/demo --prompt "import os"
+      lol generate --model runs/demo --prompt "import os"
   paths show     print the block of every window and depth of a text
-                 lol paths show --model runs/demo --text "def f(x): return x"
+      lol paths show --model runs/demo --text "def f(x): return x"
   paths report   write a run's report.html
-                 lol paths report --run runs/demo
+      lol paths report --run runs/demo
   tokenizer      train a byte-level BPE
-                 lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
+      lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
   bench core     time the dispatch of a routed depth against its alternatives
-                 lol bench core --json core.json
+      lol bench core --json core.json
 """
 
 
@@ -53,8 +54,10 @@ def train(args: list[str]) -> int:
     from lol.train.recipes import recipe
     from lol.train.trainer import train as run_training
 
-    named = recipe(_flag(args, "--recipe", default="demo"))
-    command = _parse(Train, "train", args, default=Train(run=tyro.MISSING, config=named))
+    # Without its __init__: tyro's mark for what the flags must give is no Path.
+    default = object.__new__(Train)
+    vars(default).update(run=tyro.MISSING, config=recipe(_flag(args, "--recipe", default="demo")), resume=False)
+    command = _parse(Train, "train", args, default=default)
     outcome = run_training(command.config, command.run, resume=command.resume)
     if outcome.stopped_by is not None:
         print(
@@ -207,8 +210,27 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb. Returns 0, or 2 after a mistake in the input, whose message has gone to standard error."""
+    """Run a verb; returns the exit code.
+
+    0, also where the reader of the output has left (`lol … | head`); 2 after a mistake in the input, whose message has
+    gone to standard error; 130 after Ctrl-C, 143 after a training run that SIGTERM stopped. Raises SystemExit for
+    --help (0) and for flags that cannot be read (2).
+    """
     args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run_verb(args)
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _complain("interrupted", code=130)
+    except BrokenPipeError:
+        # Nobody reads what is still buffered, and the interpreter would complain of it when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run_verb(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
         return 0
@@ -220,12 +242,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _complain(str(error))
             except StrictDataclassError as error:
                 return _complain(f"{error.__cause__ or error} ({error})")
+            except OSError as error:
+                if error.filename is None or isinstance(error, BrokenPipeError):
+                    raise
+                return _complain(f"{error.filename}: {error.strerror}; choose a file that can be read or written there")
     return _complain(f"there is no verb {' '.join(args[:2])!r}\n\n{USAGE}")
 
 
-def _complain(message: str) -> int:
+def _complain(message: str, code: int = 2) -> int:
     print(f"lol: {message}", file=sys.stderr)
-    return 2
+    return code
 
 
 def _parse(command: type[Any], verb: str, args: list[str], default: Any = None) -> Any:

@@ -7,6 +7,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
+from lol.errors import UserError
+from lol.model.core import broadcast_path
 from lol.model.lm import LoLForCausalLM
 
 
@@ -35,12 +37,25 @@ def generate_text(
 
     Returns:
         Prompt and continuation.
+
+    Raises:
+        UserError: a number that cannot work, or a path that does not fit the model.
     """
+    for name, value, least in (
+        ("max_new_tokens", max_new_tokens, 1),
+        ("temperature", temperature, 0),
+        ("top_k", top_k, 1),
+    ):
+        if not value >= least:
+            raise UserError(f"{name} must be at least {least}, not {value}")
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k}
     if path is not None:
+        # Checked here too, before the streamer has the prompt.
+        config = model.config
+        broadcast_path(torch.tensor(list(path)), 1, config.num_routed_depths, config.num_experts, 1)
         sampling["path"] = list(path)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

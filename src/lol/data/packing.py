@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import itertools
 import multiprocessing
+import signal
 import warnings
 from collections.abc import Iterable, Iterator
 from multiprocessing.context import BaseContext
@@ -237,6 +238,7 @@ def make_loader(packed: PackedDocuments, batch_size: int, num_workers: int = 0) 
             num_workers=num_workers,
             generator=torch.Generator().manual_seed(packed.seed),
             multiprocessing_context=_worker_context() if num_workers else None,
+            worker_init_fn=_leave_ctrl_c_to_the_parent,
         )
 
 
@@ -293,6 +295,11 @@ def _worker_context() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
+
+
+def _leave_ctrl_c_to_the_parent(_worker: int) -> None:
+    """The terminal sends Ctrl-C to workers too; one that died of it would end the run before its last checkpoint."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _part() -> tuple[int, int]:

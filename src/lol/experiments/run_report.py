@@ -35,14 +35,16 @@ def report_run(run: Path, *, out: Path | None = None, num_rows: int = 6) -> Path
         num_rows: Held-out rows to show.
 
     Raises:
-        UserError: the folder holds no run, or no whole checkpoint.
+        UserError: the folder holds no run, or no whole checkpoint; there is no folder to write to.
     """
     config = read_config(run)
+    path = run / "report.html" if out is None else out
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: there is no folder {path.parent}; make it first, or choose another file")
     model, tokenizer = load_model(run)
     rows = open_held_out(config, tokenizer, num_rows)
     documents = [part for row in rows for part in _documents(row)]
     metrics = read_metrics(run)
-    path = run / "report.html" if out is None else out
     sample = generate_text(model, tokenizer, SAMPLE_PROMPT, max_new_tokens=120)
     write_report(
         path,
@@ -58,11 +60,17 @@ def report_run(run: Path, *, out: Path | None = None, num_rows: int = 6) -> Path
 
 
 def read_config(run: Path) -> TrainConfig:
-    """The configuration that a run folder was made with."""
+    """The configuration that a run folder was made with.
+
+    Raises:
+        UserError: the folder holds no run, or its config.json is damaged or of another version.
+    """
     try:
-        return from_json(json.loads((run / CONFIG).read_text()))
-    except FileNotFoundError:
+        return from_json(json.loads((run / CONFIG).read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{run} holds no run: give the folder that lol train wrote") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{run / CONFIG} is not JSON ({error}); restore it") from error
 
 
 def show_paths(model: LoLForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
@@ -85,7 +93,11 @@ def show_paths(model: LoLForCausalLM, tokenizer: PreTrainedTokenizerFast, text: 
             f"{weight:.2f}",
             Text(passage, style=colors[expert]),
         )
-    Console().print(shown)
+    console = Console()
+    # Printed by Python: rich would end the process itself where the reader of the output has left.
+    with console.capture() as lines:
+        console.print(shown)
+    print(lines.get(), end="")
 
 
 def _documents(row: Row) -> list[list[int]]:

@@ -1,6 +1,8 @@
 """`TrainConfig`: everything that decides a training run, typed, and its form as JSON."""
 
 import dataclasses
+import functools
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -120,27 +122,47 @@ class TrainConfig:
     """Newest checkpoints that are kept."""
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "batch_size": 1, "accumulation": 1, "checkpoint_every": 0, "keep_checkpoints": 1}
-        for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise UserError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
-        for name in ("until",):
-            _check_share("growth", self.growth, name)
-        _check_share("balance", self.balance, "stop")
+        for place, (least, most) in _RANGES.items():
+            value = _at(self, place)
+            if not least <= value <= most:
+                fix = f"at least {least}" if most == math.inf else f"{least} to {most}"
+                raise UserError(f"{place} must be {fix}, not {value}")
+        if not all(0 <= beta < 1 for beta in self.optim.betas):
+            raise UserError(f"optim.betas must be two numbers from 0 to below 1, not {self.optim.betas}")
         depths, initial = self.model.num_routed_depths, self.growth.initial_depth
         if initial is not None and not 1 <= initial <= max(depths, 1):
             raise UserError(f"growth.initial_depth={initial}, but the model has {depths} routed depths: 1 to {depths}")
-        if not self.optim.warmup_steps >= 0:
-            raise UserError(f"optim.warmup_steps must not be negative, not {self.optim.warmup_steps}")
 
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.accumulation * self.data.context_length
 
 
-def _check_share(section: str, config: Any, name: str) -> None:
-    if not 0 <= getattr(config, name) <= 1:
-        raise UserError(f"{section}.{name} is a share of the steps, 0 to 1, not {getattr(config, name)}")
+def _at(config: Any, place: str) -> Any:
+    return functools.reduce(getattr, place.split("."), config)
+
+
+# The lowest and the highest value of what has one. What the data and the model check is not in it.
+_RANGES: dict[str, tuple[float, float]] = {
+    "steps": (1, math.inf),
+    "batch_size": (1, math.inf),
+    "accumulation": (1, math.inf),
+    "checkpoint_every": (0, math.inf),
+    "keep_checkpoints": (1, math.inf),
+    "seed": (0, 2**32 - 1),
+    "optim.learning_rate": (0, math.inf),
+    "optim.final_learning_rate": (0, 1),
+    "optim.warmup_steps": (0, math.inf),
+    "optim.eps": (0, math.inf),
+    "optim.weight_decay": (0, math.inf),
+    "optim.clip_norm": (0, math.inf),
+    "balance.rate": (0, math.inf),
+    "balance.limit": (0, math.inf),
+    "balance.stop": (0, 1),
+    "growth.until": (0, 1),
+    "eval.every": (0, math.inf),
+    "eval.rows": (1, math.inf),
+}
 
 
 # The run itself decides these (tokenizer, context) or they are about the use of a trained model.
@@ -171,7 +193,12 @@ def from_json(values: dict[str, Any]) -> TrainConfig:
     """
     sections = {"data": DataConfig, "optim": OptimConfig, "balance": BalanceConfig, "growth": GrowthConfig}
     sections |= {"eval": EvalConfig, "model": LoLConfig}
-    built = {name: sections[name](**value) if name in sections else value for name, value in values.items()}
-    if "optim" in built:
-        built["optim"] = dataclasses.replace(built["optim"], betas=tuple(built["optim"].betas))
-    return TrainConfig(**built)
+    try:
+        if "betas" in values.get("optim", {}):
+            values = values | {"optim": values["optim"] | {"betas": tuple(values["optim"]["betas"])}}
+        built = {name: sections[name](**value) if name in sections else value for name, value in values.items()}
+        return TrainConfig(**built)
+    except TypeError as error:
+        raise UserError(
+            f"this configuration is of another version of lol ({error}): use the lol that wrote it"
+        ) from error

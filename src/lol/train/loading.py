@@ -1,6 +1,8 @@
 """Open a trained model for use: from a run folder, a checkpoint, or any folder that transformers has written."""
 
 import json
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ def load_model(folder: Path) -> tuple[LoLForCausalLM, PreTrainedTokenizerFast]:
         raise UserError(f"{folder} holds no model: give a run folder, a checkpoint or a transformers folder") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{config_file} cannot be read ({error}): give the folder of a model") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{config_file} is not a JSON object: give the folder of a model")
     if config.get("model_type") != LoLConfig.model_type:
         raise UserError(
             f"{folder} holds a model of type {config.get('model_type')!r}: give one that was trained with lol "
@@ -59,7 +63,7 @@ def find_checkpoint(folder: Path) -> Path:
         )
     if not (folder / CHECKPOINTS).is_dir():
         return folder
-    newest = newest_checkpoint(folder, warn=print)
+    newest = newest_checkpoint(folder, warn=partial(print, file=sys.stderr))
     if newest is None:
         raise UserError(f"{folder} holds no whole checkpoint yet: let the run write one, or lower --checkpoint-every")
     return newest

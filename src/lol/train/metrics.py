@@ -78,6 +78,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 def trim_metrics(run: Path, step: int) -> int:
     """Cut metrics.jsonl after the last record at or before `step`, a half-written line too; returns the records cut.
 
+    A summary is cut too: a run that goes on writes it when it comes to its end.
+
     What a killed run logged after its last checkpoint is trained again on resume; with this, the resumed run's file
     equals an uninterrupted one's. Without the file there is nothing to do. (Decided here.)
     """
@@ -122,4 +124,6 @@ def _is_record_until(line: bytes, step: int) -> bool:
         record = json.loads(line)
     except ValueError:
         return False
-    return isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step
+    if not isinstance(record, dict) or record.get("event") == "summary":
+        return False
+    return isinstance(record.get("step"), int) and record["step"] <= step

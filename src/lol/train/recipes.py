@@ -16,7 +16,7 @@ def demo() -> TrainConfig:
     return TrainConfig(
         recipe="demo",
         model=LoLConfig(
-            vocab_size=1024,
+            vocab_size=512,
             hidden_size=192,
             num_attention_heads=6,
             num_prelude_layers=1,
@@ -31,10 +31,10 @@ def demo() -> TrainConfig:
         optim=OptimConfig(learning_rate=4e-3, warmup_steps=40),
         balance=BalanceConfig(rate=0.002, sequence_aux=0.1),
         growth=GrowthConfig(initial_depth=1),
-        eval=EvalConfig(every=100, rows=128, ngrams=True),
-        steps=600,
+        eval=EvalConfig(every=90, rows=128, ngrams=True),
+        steps=450,
         batch_size=8,
-        checkpoint_every=200,
+        checkpoint_every=150,
     )
 
 

@@ -32,6 +32,10 @@ class RunFolder:
         self.path = path
         self._lock: int | None = lock
 
+    def discard(self) -> None:
+        """Take config.json back: a start that failed is no run, and the corrected command may use the folder."""
+        (self.path / CONFIG).unlink(missing_ok=True)
+
     def close(self) -> None:
         """Let other processes in; harmless a second time."""
         if self._lock is not None:

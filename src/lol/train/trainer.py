@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from datasets import IterableDataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, set_seed
 
 from lol.data.ngram import NGramBaselines
 from lol.data.packing import PackedDocuments, PackedLoader, Row, held_out_rows, make_loader, token_documents
@@ -30,7 +30,7 @@ from lol.train.interrupt import Interrupt
 from lol.train.metrics import MetricsLog, trim_metrics
 from lol.train.optim import learning_rate_at, make_optimizer
 from lol.train.progress import Progress
-from lol.train.run_folder import open_run
+from lol.train.run_folder import CHECKPOINTS, open_run
 from lol.train.state import rng_state, set_rng_state
 
 # What a resumed run may change: it decides what is kept and shown, not what is computed.
@@ -77,9 +77,14 @@ def train(config: TrainConfig, run: Path, *, resume: bool = False, bar: bool | N
         UserError: something in the configuration, the data or the folder; nothing was overwritten.
     """
     with ExitStack() as stack:
-        stack.enter_context(open_run(run, as_json(config), resume=resume, may_differ=MAY_DIFFER))
-        checkpoint = newest_checkpoint(run, warn=print) if resume else None
-        session = prepare(config, run, checkpoint)
+        folder = stack.enter_context(open_run(run, as_json(config), resume=resume, may_differ=MAY_DIFFER))
+        checkpoint = _newest(run) if resume else None
+        try:
+            session = prepare(config, run, checkpoint)
+        except BaseException:
+            if not resume:
+                folder.discard()
+            raise
         trim_metrics(run, session.step)
         log = stack.enter_context(MetricsLog(run))
         progress = stack.enter_context(
@@ -103,7 +108,8 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None) -> Session:
         train_documents, tokenizer, data.context_length, seed=config.seed, shuffle_buffer=data.shuffle_buffer
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(config.seed)
+    # Python's and numpy's generators too: what a user adds may draw from them, and a checkpoint keeps them.
+    set_seed(config.seed)
     model = LoLForCausalLM(_model_config(config, tokenizer))
     model.to(device)  # pyright: ignore[reportArgumentType]
     session = Session(
@@ -228,7 +234,7 @@ def summarize(session: Session) -> dict[str, Any]:
     }
     if config.eval.ngrams:
         counts = NGramBaselines.count(
-            token_documents(session.train_documents, session.tokenizer), len(session.tokenizer)
+            token_documents(session.train_documents, session.tokenizer), session.model.config.vocab_size
         )
         summary["unigram_loss"] = counts.unigram_loss(session.held_out)
         summary["bigram_loss"] = counts.bigram_loss(session.held_out)
@@ -260,7 +266,8 @@ def _texts(documents: IterableDataset) -> Iterator[str]:
 def _model_config(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> LoLConfig:
     """The run's model, sized for the tokenizer and trained on the run's context."""
     fields = as_json(config)["model"] | {
-        "vocab_size": len(tokenizer),
+        # Not the number of tokens: some tokenizers leave ids out.
+        "vocab_size": max(tokenizer.get_vocab().values()) + 1,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -288,7 +295,8 @@ def _router_entropy(output: Any) -> Tensor | float:
     if not output.router_logits:
         return 0.0
     logits = torch.stack(output.router_logits, dim=1)[output.routing.experts >= 0]
-    return torch.distributions.Categorical(logits=logits).entropy().mean()
+    log_probability = logits.log_softmax(-1)
+    return -(log_probability.exp() * log_probability).sum(-1).mean()
 
 
 def _noise_generator(seed: int, step: int, batch: int) -> torch.Generator:
@@ -310,6 +318,16 @@ def _save(session: Session) -> None:
         session.run, session.step, session.model, session.optimizer, state, session.tokenizer,
         keep=session.config.keep_checkpoints,
     )  # fmt: skip
+
+
+def _newest(run: Path) -> Path | None:
+    """The checkpoint to go on from; none if the run was stopped before its first."""
+    checkpoint = newest_checkpoint(run, warn=print)
+    if checkpoint is None and any((run / CHECKPOINTS).glob("step-*")):
+        raise UserError(
+            f"no checkpoint of {run} is whole: bring its files back from a copy, or start again in another --run"
+        )
+    return checkpoint
 
 
 def _restore(session: Session, checkpoint: Path) -> None:
