@@ -1,7 +1,8 @@
 """Attention of the core: causal, inside windows.
 
 Rotary angles count from the window's first token: attention only sees differences of positions, and small angles keep
-their precision in a long document. Letters: T tokens, K windows, M tokens of a window, C kept keys, H heads, h head size.
+their precision in a long document. Letters: T tokens, K windows, M tokens of a window, C kept keys, d width, H heads,
+h head size.
 """
 
 from collections.abc import Sequence
@@ -72,14 +73,14 @@ def window_attention(
 
 
 def continued_attention(
-    query: Float[Tensor, "K M H*h"],
-    key: Float[Tensor, "K M H*h"],
-    value: Float[Tensor, "K M H*h"],
+    query: Float[Tensor, "K M d"],
+    key: Float[Tensor, "K M d"],
+    value: Float[Tensor, "K M d"],
     kept_keys: Float[Tensor, "K H C h"],
     kept_values: Float[Tensor, "K H C h"],
     num_kept: Int[Tensor, "K"],
     shape: AttentionShape,
-) -> Float[Tensor, "K M H*h"]:
+) -> Float[Tensor, "K M d"]:
     """Attention of windows whose first `num_kept` tokens have passed before; their keys are turned already.
 
     Tokens are at the left: what follows a window's last token repeats some other, and no real query sees it.

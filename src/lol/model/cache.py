@@ -2,8 +2,8 @@
 
 A window's block is decided by the windows before it, so it is fixed when the window begins, and attention stays inside
 the window. Per row a depth therefore keeps the current window's keys and values (at most W), its running sum and
-count, the sum of the earlier windows' means, and the block and weight that the window runs with. All of it is keyed by the
-row's own position, never by the column of the batch. Prelude and coda keep transformers' ordinary layers.
+count, the sum of the earlier windows' means, and the block and weight that the window runs with. All of it is keyed by
+the row's own position, never by the column of the batch. Prelude and coda keep transformers' ordinary layers.
 
 `DynamicCache(config=model.config)` builds the right layers by itself. Letters: B rows, K windows of the new tokens, T
 new tokens, d width, H heads, h head size, C places for keys.
@@ -89,12 +89,10 @@ class RoutedLayer(CacheLayerMixin):
         self.record_past = False
         self._log: list[Chunk] = []
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002
         raise UserError("a routed depth fills its cache itself; transformers' update does not apply to it")
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, *_: object, **__: object) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise UserError("a routed depth fills its cache itself; transformers' update does not apply to it")
 
     def get_seq_length(self) -> int:

@@ -16,8 +16,8 @@ class Routing(ModelOutput):
     """Which block ran where.
 
     Windows are numbered per row, in order of position; a packed row numbers its documents' windows one after the
-    other. Depths whose shift cuts a row into fewer windows, and rows with fewer tokens, leave places empty. With a cache,
-    only the windows that hold this pass's tokens are here, the first of them being number `first_window` of its row.
+    other. Depths whose shift cuts a row into fewer windows, and rows with fewer tokens, leave places empty. With a
+    cache, only the windows that hold this pass's tokens are here, the first of them number `first_window` of its row.
 
     Args:
         experts: (batch, depths, windows) block of each window, -1 where there is no window.

@@ -107,9 +107,9 @@ def find_documents(
     if given is not None and bool((position != given).any()):
         where = int((position != given).nonzero()[0])
         raise UserError(
-            f"position_ids must count 0, 1, 2, … inside each document and restart at 0 where the next begins (or go on where a "
-            f"cache ends); in row "
-            f"{int(row[where])} a position is {int(given[where])} where {int(position[where])} was expected"
+            "position_ids must count 0, 1, 2, … inside each document, restart at 0 where the next begins, and go on "
+            f"where a cache ends; in row {int(row[where])} a position is {int(given[where])} where "
+            f"{int(position[where])} was expected"
         )
     return Documents(shape, grid_index, position, document, row[begin], past)
 

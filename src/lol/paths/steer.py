@@ -16,8 +16,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from lol.errors import UserError
+from lol.model.base import LoLModel
 from lol.model.core import broadcast_path, lay_depths
-from lol.model.lm import LoLModel
 from lol.model.windows import WindowLayout, find_documents
 from lol.paths.record import find_model
 
