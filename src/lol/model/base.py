@@ -19,6 +19,7 @@ from lol.model.outputs import LoLModelOutput, collect_router_logits, collect_rou
 from lol.model.router import Router
 from lol.model.windows import Documents, WindowLayout, find_documents
 
+
 class LoLPreTrainedModel(PreTrainedModel):
     """What the two model classes share with transformers: names, dtypes, initial weights."""
 
@@ -207,8 +208,8 @@ class LoLModel(LoLPreTrainedModel):
         if attention_mask is not None and attention_mask.shape != (batch, before + columns):
             cached = f" after {before} in the cache" if before else ""
             raise UserError(
-                fX
-                "entry per token, those in the cache included"
+                f"attention_mask has shape {tuple(attention_mask.shape)}, the input {(batch, columns)}{cached}: give "
+                "one entry per token, those in the cache included"
             )
         past = None
         if cache is not None:
