@@ -10,14 +10,14 @@ from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 
 from lol.errors import UserError
-from lol.model.cache import RoutedLayer, TokenColumns
+from lol.model.cache import RoutedLayer, TokenColumns, documents_of_pass
 from lol.model.config import LoLConfig
 from lol.model.core import CoreMemory, CoreParts, Steering, broadcast_path, lay_depths, run_core
 from lol.model.layers import Block, DiagonalInjection, FilmTable, OutputLinear, RMSNorm, Rotary, rotary_angles
 from lol.model.library import Library, StackedLinear, StackedNorm, StackedOutputLinear
 from lol.model.outputs import LoLModelOutput, collect_router_logits, collect_routing
 from lol.model.router import Router
-from lol.model.windows import Documents, WindowLayout, find_documents
+from lol.model.windows import Documents, WindowLayout
 
 
 class LoLPreTrainedModel(PreTrainedModel):
@@ -113,7 +113,7 @@ class LoLModel(LoLPreTrainedModel):
     def forward(
         self,
         input_ids: Int[Tensor, "B n"] | None = None,
-        attention_mask: Int[Tensor, "B n"] | Bool[Tensor, "B n"] | None = None,
+        attention_mask: Int[Tensor, "B _"] | Bool[Tensor, "B _"] | None = None,
         position_ids: Int[Tensor, "_ n"] | None = None,
         inputs_embeds: Float[Tensor, "B n d"] | None = None,
         router_only_ids: Int[Tensor, "B n"] | None = None,
@@ -162,6 +162,9 @@ class LoLModel(LoLPreTrainedModel):
         embeds, router_only = self._hide_router_only(embeds, documents, router_only_ids)
         batch = documents.shape[0]
         layouts = lay_depths(self.config, documents, self._check_depths(num_depths))
+        # Whatever is refused is refused before the first layer has put anything into the cache.
+        steering = Steering(self._forced_path(path, batch, layouts), path_weight, router_only, generator)
+        memory = None if cache is None else self._memory(cache, documents, len(layouts), router_only)
 
         layer_inputs = self.layer_inputs(embeds, documents, attention_mask, cache)
         hidden_states, x = [embeds], embeds
@@ -169,8 +172,6 @@ class LoLModel(LoLPreTrainedModel):
             x = layer(x, *layer_inputs, cache=cache)
             hidden_states.append(x)
 
-        steering = Steering(self._forced_path(path, batch, layouts), path_weight, router_only, generator)
-        memory = None if cache is None else self._memory(cache, documents, len(layouts))
         stream, routes = run_core(self._core_parts(), documents.gather(x), layouts, steering, self.training, memory)
         x = documents.scatter(stream)
         if output_hidden_states:
@@ -204,20 +205,7 @@ class LoLModel(LoLPreTrainedModel):
         given = input_ids if input_ids is not None else inputs_embeds
         assert given is not None
         batch, columns = given.shape[0], given.shape[1]
-        before = 0 if cache is None else cache.get_seq_length()
-        if attention_mask is not None and attention_mask.shape != (batch, before + columns):
-            cached = f" after {before} in the cache" if before else ""
-            raise UserError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}, the input {(batch, columns)}{cached}: give "
-                "one entry per token, those in the cache included"
-            )
-        past = None
-        if cache is not None:
-            past = torch.full((batch,), before, device=given.device)
-            if attention_mask is not None:
-                past = attention_mask[:, :before].long().sum(1)
-        mask = attention_mask if attention_mask is None else attention_mask[:, before:]
-        documents = find_documents((batch, columns), position_ids, mask, given.device, past)
+        documents = documents_of_pass((batch, columns), position_ids, attention_mask, given.device, cache)
         if inputs_embeds is not None:
             return inputs_embeds, documents
         assert input_ids is not None
@@ -277,24 +265,41 @@ class LoLModel(LoLPreTrainedModel):
             self.config, self.library, self.router, self.depth_embedding, self.expert_bias, self.film, self.injection
         )
 
-    def _memory(self, cache: Cache, documents: Documents, num_depths: int) -> CoreMemory:
-        """The cache's part of the core; every depth must have seen the same tokens."""
+    def _memory(self, cache: Cache, documents: Documents, num_depths: int, router_only: Tensor | None) -> CoreMemory:
+        """The cache's part of the core, if these tokens can go on from it."""
         first = self.config.num_prelude_layers
         layers = [layer for layer in cache.layers[first : first + num_depths] if isinstance(layer, RoutedLayer)]
+        if self.training and self.is_gradient_checkpointing:
+            raise UserError("gradient checkpointing runs layers twice, which a cache does not survive: leave one out")
         if num_depths != self.config.num_routed_depths:
             raise UserError("a cache holds all depths: leave num_depths out, or run without a cache")
         if len(layers) < num_depths:
             raise UserError("the cache has no routed layers: make it by DynamicCache(config=model.config)")
-        assert documents.past is not None
+        batch, columns = documents.shape
+        places = torch.arange(columns, device=documents.position.device).expand(documents.shape)
+        memory = CoreMemory(layers, TokenColumns(columns, documents.gather(places)))
+        before = cache.get_seq_length()
+        if before == 0:
+            return memory
+        if router_only is not None and bool(router_only.any()):
+            raise UserError(
+                "router-only tokens condition the whole document, and part of it has passed: give them with the first "
+                "tokens"
+            )
+        if any(layer.get_seq_length() != before for layer in cache.layers):
+            raise UserError(
+                "the layers of the cache have seen different tokens, which an interrupted pass or a refused crop "
+                "leaves behind: make a new cache"
+            )
         rows = layers[0].rows if layers else None
+        if rows is not None and len(rows.position) != batch:
+            raise UserError(f"the cache holds {len(rows.position)} rows, the input has {batch}: give as many")
         if rows is not None and not torch.equal(rows.position, documents.past):
             raise UserError(
                 f"the attention mask has {documents.past.tolist()} real tokens in the cached part, the cache holds "
                 f"{rows.position.tolist()}: give the mask that those tokens were given with"
             )
-        columns = documents.shape[1]
-        places = torch.arange(columns, device=documents.position.device).expand(documents.shape)
-        return CoreMemory(layers, TokenColumns(columns, documents.gather(places)))
+        return memory
 
     def _check_depths(self, num_depths: int | None) -> int:
         if num_depths is None:

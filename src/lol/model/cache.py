@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lol.errors import UserError
 from lol.model.attention import AttentionShape, continued_attention, window_attention
 from lol.model.layers import rotary_angles, rotate
-from lol.model.windows import WindowLayout, Windows, line_up
+from lol.model.windows import Documents, WindowLayout, Windows, find_documents, line_up
 
 # Places for keys grow by so many at a time where windows have no size (a document is one window).
 _ROOM = 128
@@ -121,22 +121,12 @@ class RoutedLayer(CacheLayerMixin):
             shape: What attention is like.
             router_only: Per document, the summed embeddings of its new router-only tokens.
 
-        Raises:
-            UserError: another number of rows than before, or router-only tokens after the beginning.
         """
         if self.rows is None:
             self.rows = _empty_rows(layout.batch, shape, like)
             self.is_initialized = True
-        batch = self.rows.count.shape[0]
-        if layout.batch != batch:
-            raise UserError(f"the cache holds {batch} rows, the input has {layout.batch}: give as many")
         if router_only is None:
             return self.rows
-        if self.columns and bool(router_only.any()):
-            raise UserError(
-                "router-only tokens condition the whole document, and part of it has passed: give them with the first "
-                "tokens"
-            )
         first = layout.place_in_document == 0
         summed = self.rows.router_only.index_add(0, layout.row[first], router_only.float()[layout.document[first]])
         return replace(self.rows, router_only=summed)
@@ -145,16 +135,19 @@ class RoutedLayer(CacheLayerMixin):
         """Take the tokens of a forward pass into the state."""
         if self.record_past:
             self._log.append(chunk)
-        # What is recorded, or may be differentiated, must not be written over.
-        self.rows = _absorb(chunk, in_place=not self.record_past and not torch.is_grad_enabled())
+        # What is recorded, may be differentiated, or was made in inference mode, must not be written over.
+        fixed = self.record_past or torch.is_grad_enabled()
+        fixed = fixed or (chunk.rows.keys.is_inference() and not torch.is_inference_mode_enabled())
+        self.rows = _absorb(chunk, in_place=not fixed)
         self.columns += chunk.columns
 
     def activate_past_recording(self) -> None:
-        """Keep what `crop` needs to go back, until a `crop(0)`."""
+        """Keep what `crop` needs to go back, from one `crop` to the next."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last columns; a negative number says how many. 0 only drops what was recorded.
+        """Forget the last columns; a negative number says how many. It also drops what was recorded, as transformers'
+        sliding layers do: decoding that crops at every step then keeps no more than one step's past.
 
         Raises:
             UserError: the past was not recorded that far back.
@@ -165,19 +158,15 @@ class RoutedLayer(CacheLayerMixin):
         if remove > sum(chunk.columns for chunk in self._log):
             raise UserError(
                 f"this cache cannot forget {remove} tokens, for it did not record its past that far: call "
-                "cache.activate_past_recording() before the tokens that may be cropped"
+                "cache.activate_past_recording() before the tokens that may be cropped, and crop them at once"
             )
-        if remove == 0:
-            self._log.clear()
-        while remove:
+        self.columns -= remove
+        while remove > 0:
             chunk = self._log.pop()
-            self.rows, self.columns = chunk.untouched, self.columns - chunk.columns
-            stay = max(0, chunk.columns - remove)
-            if (shorter := _shorten(chunk, stay)) is not None:
-                self.absorb(shorter)
-            else:
-                self.columns += stay
-            remove = max(0, remove - chunk.columns)
+            remove -= chunk.columns
+            shorter = _shorten(chunk, -remove) if remove < 0 else None
+            self.rows = chunk.untouched if shorter is None else _absorb(shorter, in_place=False)
+        self._log.clear()
 
     def reset(self) -> None:
         self.rows, self.columns, self.is_initialized = None, 0, False
@@ -285,6 +274,35 @@ class Continuation:
         )
 
 
+def documents_of_pass(
+    shape: tuple[int, int],
+    position_ids: Int[Tensor, "_ n"] | None,
+    attention_mask: Int[Tensor, "B _"] | Bool[Tensor, "B _"] | None,
+    device: torch.device,
+    cache: Cache | None,
+) -> Documents:
+    """The documents of one pass; with a cache they go on, and the attention mask covers the tokens in it too.
+
+    Raises:
+        UserError: a mask of another shape, and what `find_documents` raises.
+    """
+    batch, columns = shape
+    before = 0 if cache is None else cache.get_seq_length()
+    if attention_mask is not None and attention_mask.shape != (batch, before + columns):
+        cached = f" after {before} in the cache" if before else ""
+        raise UserError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, the input {shape}{cached}: give one entry per "
+            "token, those in the cache included"
+        )
+    past = None
+    if cache is not None:
+        past = torch.full((batch,), before, device=device)
+        if attention_mask is not None:
+            past = attention_mask[:, :before].long().sum(1)
+    mask = attention_mask if attention_mask is None else attention_mask[:, before:]
+    return find_documents(shape, position_ids, mask, device, past)
+
+
 def window_sums(
     rows: RowState, state: Float[Tensor, "T d"], layout: WindowLayout
 ) -> tuple[Float[Tensor, "K d"], Float[Tensor, "K d"]]:
@@ -367,8 +385,9 @@ def _keep_keys(chunk: Chunk, last: Tensor, kept: Tensor, needed: int, in_place: 
     row = chunk.layout.row[last, None].expand_as(real)[real]
     key, value = (part[token].unflatten(-1, (num_heads, head)) for part in (chunk.key, chunk.value))
     angles = rotary_angles(place[:, None], head, chunk.rope_theta, key.dtype)
-    keys[row, :, place] = rotate(key, angles)
-    values[row, :, place] = value
+    # Under autocast projections are narrower than the stream.
+    keys[row, :, place] = rotate(key, angles).to(keys.dtype)
+    values[row, :, place] = value.to(values.dtype)
     return keys, values
 
 

@@ -31,7 +31,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Int[Tensor, "B n"] | None = None,
-        attention_mask: Int[Tensor, "B n"] | Bool[Tensor, "B n"] | None = None,
+        attention_mask: Int[Tensor, "B _"] | Bool[Tensor, "B _"] | None = None,
         position_ids: Int[Tensor, "_ n"] | None = None,
         inputs_embeds: Float[Tensor, "B n d"] | None = None,
         labels: Int[Tensor, "B n"] | None = None,

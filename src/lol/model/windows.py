@@ -271,7 +271,11 @@ def lay_windows(documents: Documents, shift: int, window_size: int | None) -> Wi
     row = documents.document_row[document]
     index_in_document = window_of_token[start]
     index_in_row, continues = _number_within(row), None
-    if documents.past is not None:
+    if documents.past is None:
+        max_in_row = int(index_in_row.max()) + 1
+    else:
+        longest = int(torch.maximum(documents.position.max() + 1, documents.past.max()))
+        max_in_row = count_windows(longest, shift, window_size)
         index_in_row, position = index_in_document, documents.position[start]
         offset = position if window_size is None else (position + shift) % window_size
         continues = (position > 0) & (offset > 0)
@@ -284,7 +288,7 @@ def lay_windows(documents: Documents, shift: int, window_size: int | None) -> Wi
         batch=documents.shape[0],
         row=row,
         index_in_row=index_in_row,
-        max_in_row=int(index_in_row.max()) + 1,
+        max_in_row=max_in_row,
         width=int(_number_within(row).max()) + 1,
         continues=continues,
     )

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from lol.errors import UserError
 from lol.model.base import LoLModel
+from lol.model.cache import documents_of_pass
 from lol.model.core import broadcast_path, lay_depths
-from lol.model.windows import WindowLayout, find_documents
+from lol.model.windows import WindowLayout
 from lol.paths.record import find_model
 
 
@@ -88,7 +89,8 @@ class _Forcing:
         if inputs is None:
             return None  # the model itself says what is missing
         shape = (inputs.shape[0], inputs.shape[1])
-        documents = find_documents(shape, given.get("position_ids"), given.get("attention_mask"), inputs.device)
+        places = (given.get("position_ids"), given.get("attention_mask"))
+        documents = documents_of_pass(shape, *places, inputs.device, given.get("cache"))
         num_depths = given.get("num_depths")
         self.layouts = lay_depths(model.config, documents, len(self.blocks) if num_depths is None else num_depths)
         if model.router is not None or not self.layouts:
