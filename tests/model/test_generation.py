@@ -134,8 +134,8 @@ def test_generation_on_a_path(model: LoLForCausalLM, path: list | Tensor, option
         forced = (wanted >= 0) & (own >= 0)
         checked += int(forced.sum())
         assert torch.equal(own[forced], wanted[forced])
-    assert checked >= 2 * copies * 3 * NEW or given.shape[2] > 1
-    assert checked >= 2 * copies * 3 * 2
+    # A path of windows names the two of the prompt, and no more.
+    assert checked >= 2 * copies * 3 * (NEW if given.shape[2] == 1 else 2)
 
 
 def test_greedy_text_on_a_path_is_that_of_the_forced_model(model: LoLForCausalLM):

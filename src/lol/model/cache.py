@@ -69,8 +69,9 @@ class Chunk:
     weight: Float[Tensor, "K"]
     windows: Windows
     """The layout's windows in the order of `key` and `value`."""
-    key: Float[Tensor, "T d"]
-    value: Float[Tensor, "T d"]
+    key: Float[Tensor, "N d"]
+    """N is T, or more after a crop, which leaves places that no window names."""
+    value: Float[Tensor, "N d"]
     rope_theta: float
 
 
