@@ -94,8 +94,11 @@ def put_together(outputs: list) -> Together:
     """Later passes must repeat what an earlier one said of a window that goes on."""
     first = outputs[0].routing.experts
     batch, depths = first.shape[:2]
-    # One place more takes what stands where there is no window.
-    width = 1 + max(int(output.routing.first_window.max()) + output.routing.experts.shape[2] for output in outputs)
+    ends = [
+        output.routing.first_window[..., None] + torch.arange(1, output.routing.experts.shape[2] + 1)
+        for output in outputs
+    ]
+    width = max(int((end * (output.routing.experts >= 0)).max()) for end, output in zip(ends, outputs, strict=True))
     experts, weights = first.new_full((batch, depths, width), -1), torch.zeros(batch, depths, width)
     num_blocks = outputs[0].routing.load.shape[1]
     logits = [torch.zeros(batch, width, num_blocks, dtype=torch.float32) for _ in range(depths)]
@@ -115,8 +118,8 @@ def put_together(outputs: list) -> Together:
                     logits[depth][row, window] = output.router_logits[depth][row, place]
     return Together(
         logits=torch.cat([output.logits for output in outputs], dim=1),
-        routing=SimpleNamespace(experts=experts[..., :-1], weights=weights[..., :-1]),
-        router_logits=None if outputs[0].router_logits is None else [each[:, :-1] for each in logits],
+        routing=SimpleNamespace(experts=experts, weights=weights),
+        router_logits=None if outputs[0].router_logits is None else logits,
         load=sum(output.routing.load for output in outputs),
     )
 
@@ -137,14 +140,11 @@ def is_decided(model: LoLForCausalLM, full) -> bool:
 
 def check_equal(together: Together, full, mask: Tensor | None = None, tolerance: dict = EQUAL) -> None:
     """Hold the chunks to the single pass: logits at real tokens, routes, weights, router logits, load."""
-    columns = min(together.routing.experts.shape[2], full.routing.experts.shape[2])
-    assert (together.routing.experts[..., columns:] == -1).all()
-    assert (full.routing.experts[..., columns:] == -1).all()
-    assert torch.equal(together.routing.experts[..., :columns], full.routing.experts[..., :columns])
-    assert_close(together.routing.weights[..., :columns], full.routing.weights[..., :columns], **tolerance)
+    assert torch.equal(together.routing.experts, full.routing.experts)
+    assert_close(together.routing.weights, full.routing.weights, **tolerance)
     real = torch.ones(full.logits.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
     assert_close(together.logits[real], full.logits[real], **tolerance)
     assert torch.equal(together.load, full.routing.load)
     if full.router_logits is not None:
         for own, wanted in zip(together.router_logits, full.router_logits, strict=True):
-            assert_close(own[:, :columns], wanted.float()[:, :columns], **tolerance)
+            assert_close(own, wanted.float(), **tolerance)

@@ -40,12 +40,16 @@ def padded(lengths: list[int]) -> tuple[Tensor, Tensor]:
     return torch.where(mask > 0, ids_of(*mask.shape), PADDING_ID), mask
 
 
+def write(model: LoLForCausalLM, ids: Tensor, **options) -> Tensor:
+    return model.generate(ids, **({"attention_mask": torch.ones_like(ids)} | GREEDY | options))
+
+
 def both(model: LoLForCausalLM, ids: Tensor, **options) -> Tensor:
     """The text with a cache, which must be the text without."""
     texts = []
     for use_cache in (True, False):
         torch.manual_seed(5)
-        texts.append(model.generate(ids, **(GREEDY | options), use_cache=use_cache))
+        texts.append(write(model, ids, use_cache=use_cache, **options))
     assert torch.equal(*texts)
     return texts[0]
 
@@ -71,23 +75,23 @@ def test_the_cache_changes_no_text(name: str, options: dict):
 def test_a_mask_of_booleans_is_one_of_numbers(model: LoLForCausalLM):
     ids, mask = padded([PROMPT, 2, 5])
     text = both(model, ids, attention_mask=mask)
-    assert torch.equal(model.generate(ids, attention_mask=mask.bool(), **GREEDY), text)
+    assert torch.equal(write(model, ids, attention_mask=mask.bool()), text)
 
 
 def test_rows_write_alone_what_they_write_together(model: LoLForCausalLM):
     lengths = [7, 2, 5, 6, 1, 3, 7, 4]
     ids, mask = padded(lengths)
-    together = model.generate(ids, attention_mask=mask, **GREEDY)
+    together = write(model, ids, attention_mask=mask)
     for rows in (slice(1, 2), slice(2, 5)):
         columns = slice(7 - max(lengths[rows]), None)
-        fewer = model.generate(ids[rows, columns], attention_mask=mask[rows, columns], **GREEDY)
+        fewer = write(model, ids[rows, columns], attention_mask=mask[rows, columns])
         assert torch.equal(fewer, together[rows, columns])
 
 
 def test_only_new_tokens_run(model: LoLForCausalLM):
     seen = []
     handle = model.register_forward_hook(lambda _module, _args, output: seen.append(output.routing.load.sum().item()))
-    model.generate(ids_of(1, PROMPT), **GREEDY)
+    write(model, ids_of(1, PROMPT))
     handle.remove()
     total = model(ids_of(1, PROMPT + NEW - 1)).routing.load.sum().item()
     assert sum(seen) == total
@@ -97,10 +101,10 @@ def test_an_old_cache_goes_on(model: LoLForCausalLM):
     """A turn of a conversation, more text from the user, the next turn."""
     ids, mask = padded([PROMPT, 3])
     cache = DynamicCache(config=model.config)
-    first = model.generate(ids, attention_mask=mask, cache=cache, **GREEDY)
+    first = write(model, ids, attention_mask=mask, cache=cache)
     longer = torch.cat([first, ids_of(2, 6, seed=9)], dim=1)
     whole = torch.cat([mask, torch.ones(2, NEW + 6, dtype=torch.long)], dim=1)
-    second = model.generate(longer, attention_mask=whole, cache=cache, **GREEDY)
+    second = write(model, longer, attention_mask=whole, cache=cache)
     assert torch.equal(second, both(model, longer, attention_mask=whole))
     assert cache.get_seq_length() == second.shape[1] - 1
 
@@ -108,33 +112,33 @@ def test_an_old_cache_goes_on(model: LoLForCausalLM):
 def test_a_prompt_put_into_the_cache_beforehand(model: LoLForCausalLM):
     ids = ids_of(1, PROMPT + 6)
     cache = model(ids[:, :PROMPT], use_cache=True).cache
-    assert torch.equal(model.generate(ids, cache=cache, **GREEDY), both(model, ids))
+    assert torch.equal(write(model, ids, cache=cache), both(model, ids))
 
 
 def test_the_cache_comes_back(model: LoLForCausalLM):
     ids = ids_of(1, PROMPT)
-    output = model.generate(ids, return_dict_in_generate=True, **GREEDY)
+    output = write(model, ids, return_dict_in_generate=True)
     assert len(routed_layers(output.cache)) == 3
     longer = torch.cat([output.sequences, ids_of(1, 3)], dim=1)
-    assert torch.equal(model.generate(longer, cache=output.cache, **GREEDY), both(model, longer))
+    assert torch.equal(write(model, longer, cache=output.cache), both(model, longer))
 
 
 # --- Drafts that are taken back ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("drafted", [1, 3, W + 1, 2 * W + 1])
+@pytest.mark.parametrize("drafted", [1, W + 1, 2 * W + 1])
 def test_prompt_lookup(name: str, drafted: int):
     """The prompt repeats itself, so that drafts are found; few of their tokens are right."""
     model = variant(name)
     ids = ids_of(1, 5).repeat(1, 4)
     crops = count_crops(model)
-    text = model.generate(ids, prompt_lookup_num_tokens=drafted, **GREEDY)
+    text = write(model, ids, prompt_lookup_num_tokens=drafted)
     assert torch.equal(text, both(model, ids))
     assert len(crops) > 0
 
 
-@pytest.mark.parametrize("drafted", [1, W, 2 * W + 1])
+@pytest.mark.parametrize("drafted", [1, 2 * W + 1])
 @pytest.mark.parametrize("assistant", ["itself", "almost itself", "another"])
 def test_assisted_decoding(model: LoLForCausalLM, assistant: str, drafted: int):
     """Drafts that are all right, right now and then, and hardly ever right."""
@@ -146,9 +150,9 @@ def test_assisted_decoding(model: LoLForCausalLM, assistant: str, drafted: int):
     helper.generation_config.num_assistant_tokens_schedule = "constant"
     helper.generation_config.assistant_confidence_threshold = 0.0
     crops = count_crops(model)
-    options = GREEDY | {"max_new_tokens": 2 * NEW}
-    text = model.generate(ids_of(1, PROMPT), assistant_model=helper, **options)
-    assert torch.equal(text, both(model, ids_of(1, PROMPT), max_new_tokens=2 * NEW))
+    # With an id for padding the helper takes that id in the text for padding.
+    text = write(model, ids_of(1, PROMPT), assistant_model=helper, pad_token_id=None)
+    assert torch.equal(text, both(model, ids_of(1, PROMPT)))
     assert (min(crops) == 0) if assistant == "itself" else (min(crops) < 0)
 
 
@@ -207,7 +211,9 @@ def test_forcing_knows_a_cache_that_is_older(model: LoLForCausalLM):
         alone = model.model(ids[:, :9], None, None, use_cache=True).routing
     for depth, block in enumerate([2, 1, 0]):
         assert routing.experts[0, depth, 3 - int(routing.first_window[0, depth])] == block
-    whole = model(ids, path=torch.tensor([[-1, -1, -1, block, *[-1] * 3] for block in (2, 1, 0)])).routing.experts
+    path = torch.full((3, model.config.windows_in(22)), -1)
+    path[:, 3] = torch.tensor([2, 1, 0])
+    whole = model(ids, path=path).routing.experts
     for depth in range(3):
         first = int(routing.first_window[0, depth])
         own = routing.experts[0, depth][routing.experts[0, depth] >= 0]
@@ -223,7 +229,7 @@ def test_router_only_tokens_hold_with_a_cache(options: dict):
     hidden[0, 0], hidden[1, 4] = 3, 4
     text = both(model, ids, attention_mask=mask, router_only_ids=hidden, **options)
     assert not torch.equal(text, both(model, ids, attention_mask=mask, **options))
-    lookup = model.generate(ids[:1], router_only_ids=hidden[:1], prompt_lookup_num_tokens=3, **GREEDY)
+    lookup = write(model, ids[:1], router_only_ids=hidden[:1], prompt_lookup_num_tokens=3)
     assert torch.equal(lookup, both(model, ids[:1], router_only_ids=hidden[:1]))
 
 
@@ -234,7 +240,7 @@ def test_a_router_only_token_comes_with_the_first_tokens():
     hidden = torch.full_like(ids, -1)
     hidden[0, 5] = 3
     with pytest.raises(UserError, match="give them with the first"):
-        model.generate(ids, router_only_ids=hidden, cache=cache, **GREEDY)
+        write(model, ids, router_only_ids=hidden, cache=cache)
 
 
 # --- Low precision ----------------------------------------------------------------------------------------------------
@@ -242,20 +248,13 @@ def test_a_router_only_token_comes_with_the_first_tokens():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_text_stays_good_in_low_precision(dtype: torch.dtype):
-    """A model that copies: its text repeats the prompt's last token for as long as decoding is right. Wrong positions
-    or a lost past would show as other tokens within a few steps."""
-    model = copying_model().to(dtype)
+    """The exact model finds every token of the text about as probable as its own choice there."""
+    exact = variant("half stride")
     ids, mask = padded([PROMPT, 3])
-    text = both(model, ids, attention_mask=mask)
-    assert (text[:, PROMPT:] == ids[:, -1:]).all()
-
-
-def copying_model() -> LoLForCausalLM:
-    """Small blocks on a large embedding that the head reads back."""
-    model = make_model(Spec(**(vars(SPEC) | {"hidden_size": 16})), 0).float()
-    with torch.no_grad():
-        rows = torch.nn.functional.normalize(torch.randn(13, 16, generator=torch.Generator().manual_seed(0)), dim=1)
-        model.model.embed_tokens.weight.copy_(rows * 20)
-        model.lm_head.weight.copy_(rows)
-        model.model.norm.weight.fill_(1)
-    return model
+    text = both(variant("half stride").to(dtype), ids, attention_mask=mask)
+    whole = torch.nn.functional.pad(mask, (0, NEW), value=1)
+    logits = exact(text, attention_mask=whole).logits[:, PROMPT - 1 : -1]
+    lost = logits.max(-1).values - logits.gather(-1, text[:, PROMPT:, None])[..., 0]
+    assert lost.max() < 0.2
+    # Any other text loses more than that.
+    assert (logits.max(-1, keepdim=True).values - logits).mean() > 1

@@ -269,7 +269,7 @@ class LoLModel(LoLPreTrainedModel):
         """The cache's part of the core, if these tokens can go on from it."""
         first = self.config.num_prelude_layers
         layers = [layer for layer in cache.layers[first : first + num_depths] if isinstance(layer, RoutedLayer)]
-        if self.training and self.is_gradient_checkpointing:
+        if self.training and self.is_activation_checkpointing:
             raise UserError("gradient checkpointing runs layers twice, which a cache does not survive: leave one out")
         if num_depths != self.config.num_routed_depths:
             raise UserError("a cache holds all depths: leave num_depths out, or run without a cache")
