@@ -43,7 +43,7 @@ def force_path(
         depths: The depths that are forced, 0-based. Default: all. A pass of fewer depths (growing) uses their part.
         windows: Numbers of the windows that are forced, in each row and counted as in the model's `routing`. The same
             number means a place half a window further at every other depth. Default: all. Windows that do not exist
-            yet are forced once generation reaches them.
+            yet are forced once generation reaches them; a window that began in a cache before keeps its block.
         weight: Weight of a forced block's update: `"router"` takes the router's own probability of it (decided here),
             a number is used as it is.
 
