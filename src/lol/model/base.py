@@ -286,11 +286,12 @@ class LoLModel(LoLPreTrainedModel):
                 "router-only tokens condition the whole document, and part of it has passed: give them with the first "
                 "tokens"
             )
-        if any(layer.get_seq_length() != before for layer in cache.layers):
+        if any(cache.get_seq_length(index) != before for index in range(len(cache.layers))):
             raise UserError(
                 "the layers of the cache have seen different tokens, which an interrupted pass or a refused crop "
                 "leaves behind: make a new cache"
             )
+        assert documents.past is not None
         rows = layers[0].rows if layers else None
         if rows is not None and len(rows.position) != batch:
             raise UserError(f"the cache holds {len(rows.position)} rows, the input has {batch}: give as many")
