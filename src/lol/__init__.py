@@ -7,8 +7,9 @@ import lol.threads  # noqa: F401
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from lol.errors import UserError
+from lol.model.base import LoLModel
 from lol.model.config import LoLConfig
-from lol.model.lm import LoLForCausalLM, LoLModel
+from lol.model.lm import LoLForCausalLM
 from lol.paths.record import record_paths
 from lol.paths.steer import force_path
 

@@ -107,27 +107,35 @@ def rows_of_paths() -> Tensor:
     [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 2}],
     ids=["greedy", "beams", "several beams", "samples"],
 )
-def test_generation_on_a_path(model: LoLForCausalLM, path: list | Tensor, options: dict):
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cached", "again"])
+def test_generation_on_a_path(model: LoLForCausalLM, path: list | Tensor, options: dict, use_cache: bool):
     """Every forward pass of a batch that was multiplied runs, in each row, the path of the row it came from."""
     ids = ids_of(2, PROMPT)
     seen = []
-    handle = model.register_forward_hook(lambda _module, _args, output: seen.append(output.routing.experts))
+    handle = model.register_forward_hook(lambda _module, _args, output: seen.append(output.routing))
     torch.manual_seed(0)
-    model.generate(ids, max_new_tokens=NEW, path=path, **({"do_sample": False} | options))
+    options = {"do_sample": False, "use_cache": use_cache} | options
+    model.generate(ids, max_new_tokens=NEW, path=path, **options)
     handle.remove()
     copies = options.get("num_beams", options.get("num_return_sequences", 1))
     shaped = torch.as_tensor(path)
     shaped = shaped if shaped.ndim == 3 else shaped.reshape(1, 3, 1)
     given = shaped.expand(2, 3, -1).repeat_interleave(copies, dim=0)
     assert len(seen) == NEW
-    for experts in seen:
-        assert experts.shape[0] == 2 * copies
-        named = given if given.shape[2] > 1 else given.expand(-1, -1, experts.shape[2])
-        width = min(experts.shape[2], named.shape[2])
-        own, wanted = experts[..., :width], named[..., :width]
+    checked = 0
+    for routing in seen:
+        own = routing.experts
+        assert own.shape[0] == 2 * copies
+        number = routing.first_window[..., None] + torch.arange(own.shape[2])
+        if given.shape[2] == 1:
+            wanted = given.expand_as(own)
+        else:
+            wanted = given.gather(2, number.clamp(max=2)).masked_fill(number > 2, -1)
         forced = (wanted >= 0) & (own >= 0)
-        assert forced.any()
+        checked += int(forced.sum())
         assert torch.equal(own[forced], wanted[forced])
+    # A path of windows names the two of the prompt, and no more.
+    assert checked >= 2 * copies * 3 * (NEW if given.shape[2] == 1 else 2)
 
 
 def test_greedy_text_on_a_path_is_that_of_the_forced_model(model: LoLForCausalLM):
@@ -160,11 +168,6 @@ def test_generation_refuses_a_path_that_does_not_fit(model: LoLForCausalLM):
         model.generate(ids_of(3, PROMPT), max_new_tokens=2, path=rows_of_paths(), num_beams=2)
     with pytest.raises(UserError, match="path must have shape"):
         model.generate(ids_of(1, PROMPT), max_new_tokens=2, path=[[[[0]]]])
-
-
-def test_generation_refuses_a_cache(model: LoLForCausalLM):
-    with pytest.raises(UserError, match="without a cache"):
-        model.generate(ids_of(1, PROMPT), max_new_tokens=2, use_cache=True)
 
 
 def test_generation_refuses_embeddings(model: LoLForCausalLM):

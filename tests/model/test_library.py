@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lol import LoLConfig, LoLForCausalLM
 from lol.model import library as library_module
+from lol.model.attention import AttentionShape, window_attention
 from lol.model.layers import Film, rotary_angles, rotate
-from lol.model.library import Library, grouped_linear, window_attention
+from lol.model.library import Library, grouped_linear
 from lol.model.windows import WindowLayout, find_documents, lay_windows, line_up
 from model_cases import Spec, bounded, make_batch, make_model
 
@@ -173,9 +174,8 @@ def test_attention_in_windows_is_a_dense_attention_with_a_mask(
     total = sum(lengths)
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(total, heads * 4, generator=generator, dtype=torch.float64) for _ in range(3))
-    own = window_attention(
-        query, key, value, windows=line_up(torch.tensor(lengths)), num_heads=heads, rope_theta=50.0, sliding=sliding
-    )
+    shape = AttentionShape(num_heads=heads, rope_theta=50.0, window_size=None, sliding=sliding)
+    own = window_attention(query, key, value, line_up(torch.tensor(lengths)), shape)
 
     window = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     place = torch.arange(total)
@@ -195,14 +195,11 @@ def test_windows_in_any_order_attend_alike():
     layout = packed_layout(RAGGED)
     order = layout.group(torch.arange(layout.num_windows).flip(0))
     stream = torch.randn(layout.windows.total, 8, dtype=torch.float64)
-    options = {"num_heads": 2, "rope_theta": 100.0, "sliding": None}
-    straight = window_attention(stream, stream, stream, windows=layout.windows, **options)
+    shape = AttentionShape(num_heads=2, rope_theta=100.0, window_size=None, sliding=None)
+    straight = window_attention(stream, stream, stream, layout.windows, shape)
     arranged = order.arrange(stream)
-    assert_close(
-        order.restore(window_attention(arranged, arranged, arranged, windows=order.windows, **options)),
-        straight,
-        **EXACT,
-    )
+    attended = window_attention(arranged, arranged, arranged, order.windows, shape)
+    assert_close(order.restore(attended), straight, **EXACT)
 
 
 # --- Recomputation --------------------------------------------------------------------------------------------------

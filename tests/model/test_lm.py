@@ -220,7 +220,6 @@ ROW = torch.zeros(1, 6, dtype=torch.long)
         ({"input_ids": ROW, "num_depths": 4}, "num_depths=4, but the model has 3 routed depths"),
         ({"input_ids": ROW, "num_depths": -1}, "num_depths=-1"),
         ({"input_ids": ROW, "router_only_ids": ROW}, "router_only_tokens=True"),
-        ({"input_ids": ROW, "use_cache": True}, "without a cache: pass use_cache=False"),
         ({"input_ids": ROW, "output_attentions": True}, "leave output_attentions out"),
         ({"input_ids": ROW, "labels": ROW, "logits_to_keep": 1}, "labels need all logits: leave logits_to_keep out"),
     ],

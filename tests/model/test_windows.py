@@ -82,7 +82,7 @@ def test_a_full_mask_is_no_mask():
     ],
 )
 def test_positions_that_do_not_count_are_refused(positions: list[list[int]], message: str):
-    with pytest.raises(UserError, match=f"must count 0, 1, 2, … inside each document .*{message}"):
+    with pytest.raises(UserError, match=f"must count 0, 1, 2, … inside each document.*{message}"):
         find_documents((len(positions), 3), torch.tensor(positions), None, CPU)
 
 
@@ -162,7 +162,9 @@ def test_layouts_are_what_a_loop_over_tokens_finds(grid: list[list[int | None]],
     for name in ("row", "document", "document_in_row", "index_in_document", "index_in_row"):
         assert getattr(layout, name).tolist() == [getattr(window, name) for window in expected], name
     assert layout.num_documents == expected[-1].document + 1
-    assert layout.max_in_document == 1 + max(window.index_in_document for window in expected)
+    assert layout.place_in_document.tolist() == layout.index_in_document.tolist()
+    assert layout.width == layout.max_in_row
+    assert layout.continues is None
     assert layout.max_in_row == 1 + max(window.index_in_row for window in expected)
     assert layout.window_of_token.tolist() == [k for k, window in enumerate(expected) for _ in window.tokens]
 

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from lol.model.base import LoLModel
 from lol.model.config import LoLConfig
 from lol.model.core import lay_depths
-from lol.model.lm import LoLModel
 from lol.model.windows import WindowLayout, find_documents
 
 

@@ -86,7 +86,7 @@ class LoLConfig(PreTrainedConfig):
     max_position_embeddings: int = 1024
     initializer_range: int | float = 0.02
     output_router_logits: bool = False
-    use_cache: bool = False
+    use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -115,6 +115,16 @@ class LoLConfig(PreTrainedConfig):
     def num_hidden_layers(self) -> int:
         """Executed layers: prelude, routed depths and coda."""
         return self.num_prelude_layers + self.num_routed_depths + self.num_coda_layers
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What each executed layer keeps in a cache: `DynamicCache(config=…)` builds its layers by this."""
+        fixed = "full_attention"
+        routed = ["routed_window"] * self.num_routed_depths
+        return [fixed] * self.num_prelude_layers + routed + [fixed] * self.num_coda_layers
+
+    def validate_layer_type(self) -> None:
+        """transformers knows a closed list of layer types; ours are derived and always right."""
 
     @property
     def num_key_value_heads(self) -> int:

@@ -1,7 +1,10 @@
-"""What a model costs: parameters stored and active, from the configuration alone."""
+"""What a model costs: parameters stored and active, and what decoding keeps, from the configuration alone."""
 
 from dataclasses import dataclass
 
+import torch
+
+from lol.errors import UserError
 from lol.model.config import LoLConfig
 
 
@@ -42,3 +45,26 @@ def count_parameters(config: LoLConfig) -> ParameterCounts:
         stored=(fixed + experts) * block + other,
         active=(fixed + depths) * block + other,
     )
+
+
+def core_cache_bytes(config: LoLConfig, batch: int, dtype: torch.dtype) -> int:
+    """Bytes that decoding keeps for the routed depths, however long the text: `RoutedLayer.num_bytes` over all depths.
+
+    Args:
+        config: A model with `core_attention="windowed"`.
+        batch: Rows.
+        dtype: Of the model.
+
+    Raises:
+        UserError: other core attention, which keeps the whole text.
+    """
+    if config.core_window is None:
+        raise UserError(
+            f"core_attention={config.core_attention!r} keeps every token, so its cache has no size of its own: only "
+            "'windowed' is bounded"
+        )
+    width, float32, int64 = config.hidden_size, 4, 8
+    keys_and_values = 2 * config.core_window * width * dtype.itemsize
+    # Running sum, sum of earlier means, router-only embeddings; weight; count, position, block.
+    state = 3 * width * float32 + float32 + 3 * int64
+    return config.num_routed_depths * batch * (keys_and_values + state)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -157,6 +158,7 @@ class Block(GradientCheckpointingLayer):
         rotary: Rotary,
         attention_mask: Any,
         position_ids: Int[Tensor, "B n"],
+        cache: Cache | None = None,
     ) -> Float[Tensor, "B n d"]:
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             query, key, value = (
@@ -167,6 +169,8 @@ class Block(GradientCheckpointingLayer):
                 eager_attention_forward,
             )
             query, key = rotate(query, rotary), rotate(key, rotary)
+            if cache is not None:
+                key, value = cache.update(key, value, self.layer_idx)
             joined, _ = interface(
                 self, query, key, value, attention_mask, scaling=self.scaling, dropout=0.0, position_ids=position_ids
             )

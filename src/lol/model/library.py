@@ -17,9 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lol.model.attention import AttentionShape, window_attention
+from lol.model.cache import Continuation
 from lol.model.config import LoLConfig
-from lol.model.layers import BlockParts, Film, block_update, rms_normalize, rotary_angles, rotate
-from lol.model.windows import WindowLayout, Windows, line_up, take_rows
+from lol.model.layers import BlockParts, Film, block_update, rms_normalize
+from lol.model.windows import WindowLayout, Windows, line_up
 
 NORMS = ("attn_norm", "mlp_norm")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -81,6 +83,7 @@ class Library(GradientCheckpointingLayer):
         expert: Int[Tensor, "K"],
         weight: Float[Tensor, "K"],
         film: Film | None,
+        past: Continuation | None = None,
     ) -> Float[Tensor, "T d"]:
         """Run on every window its block: s ← s + weight · (E(s) - s).
 
@@ -91,13 +94,22 @@ class Library(GradientCheckpointingLayer):
             expert: The block of each window.
             weight: The weight of each window's update.
             film: This depth's modulation, or `None`.
+            past: What a cache keeps of these windows, or `None`; the loop has no form for it.
         """
-        run = self._run_grouped if self.dispatch == "grouped" else self._run_loop
-        update = run(state, shelf, layout, expert, film)
+        if self.dispatch == "loop" and past is None:
+            update = self._run_loop(state, shelf, layout, expert, film)
+        else:
+            update = self._run_grouped(state, shelf, layout, expert, film, past)
         return state + update * weight[layout.window_of_token, None].to(state.dtype)
 
     def _run_grouped(
-        self, state: Tensor, shelf: Shelf, layout: WindowLayout, expert: Tensor, film: Film | None
+        self,
+        state: Tensor,
+        shelf: Shelf,
+        layout: WindowLayout,
+        expert: Tensor,
+        film: Film | None,
+        past: Continuation | None,
     ) -> Tensor:
         windows = layout.windows
         tokens = torch.zeros(self.config.num_experts, dtype=torch.long, device=expert.device)
@@ -105,9 +117,9 @@ class Library(GradientCheckpointingLayer):
         used = [block for block, count in enumerate(counts) if count]
         parts = self._parts(shelf, used, [counts[block] for block in used])
         if len(used) == 1:
-            return block_update(parts, state, self._attention(windows), film)
+            return block_update(parts, state, self._attention(windows, past), film)
         order = layout.group(expert)
-        return order.restore(block_update(parts, order.arrange(state), self._attention(order.windows), film))
+        return order.restore(block_update(parts, order.arrange(state), self._attention(order.windows, past), film))
 
     def _run_loop(self, state: Tensor, shelf: Shelf, layout: WindowLayout, expert: Tensor, film: Film | None) -> Tensor:
         update = torch.zeros_like(state)
@@ -135,15 +147,12 @@ class Library(GradientCheckpointingLayer):
         parts = {name: partial(scale, name) for name in NORMS} | {name: partial(project, name) for name in PROJECTIONS}
         return cast(BlockParts, SimpleNamespace(**parts))
 
-    def _attention(self, windows: Windows) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        sliding = self.config.window_size if self.config.core_attention == "sliding" else None
-        return partial(
-            window_attention,
-            windows=windows,
-            num_heads=self.config.num_attention_heads,
-            rope_theta=self.config.rope_theta,
-            sliding=sliding,
-        )
+    def _attention(
+        self, windows: Windows, past: Continuation | None = None
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        if past is not None:
+            return partial(past.attend, windows=windows)
+        return partial(window_attention, windows=windows, shape=AttentionShape.of(self.config))
 
 
 def autocast(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -186,42 +195,3 @@ def grouped_linear(
     if len(weights) == 1:
         return F.linear(x, weights[0])
     return _GroupedLinear.apply(autocast(x), counts, *map(autocast, weights))  # pyright: ignore[reportReturnType]
-
-
-def window_attention(
-    query: Float[Tensor, "T d"],
-    key: Float[Tensor, "T d"],
-    value: Float[Tensor, "T d"],
-    *,
-    windows: Windows,
-    num_heads: int,
-    rope_theta: float,
-    sliding: int | None,
-) -> Float[Tensor, "T d"]:
-    """Causal attention inside each window.
-
-    Rotary angles count from the window's first token: attention only sees differences of positions, and small angles
-    keep their precision in a long document. `sliding` limits each query to that many tokens, itself included.
-    """
-
-    def attend(parts: Sequence[Tensor], count: int, length: int) -> Tensor:
-        q, k, v = (part.view(count, length, num_heads, -1).transpose(1, 2) for part in parts)
-        angles = rotary_angles(torch.arange(length, device=q.device), q.shape[-1], rope_theta, q.dtype)
-        mask = None
-        if sliding is not None and sliding < length:
-            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding)
-        joined = F.scaled_dot_product_attention(
-            rotate(q, angles), rotate(k, angles), v, attn_mask=mask, is_causal=mask is None
-        )
-        return joined.transpose(1, 2).reshape(count * length, -1)
-
-    if (length := windows.equal_length) is not None:
-        return attend((query, key, value), windows.start.shape[0], length)
-    token, slot_of_token, is_real = windows.slots
-    slots = [take_rows(part, token, slot_of_token) for part in (query, key, value)]
-    sizes = [group.length * group.windows.numel() for group in windows.groups]
-    joined = [
-        attend(parts, group.windows.numel(), group.length)
-        for group, *parts in zip(windows.groups, *(part.split(sizes) for part in slots), strict=True)
-    ]
-    return take_rows(torch.cat(joined), slot_of_token, token, is_real)

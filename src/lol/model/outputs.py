@@ -16,18 +16,21 @@ class Routing(ModelOutput):
     """Which block ran where.
 
     Windows are numbered per row, in order of position; a packed row numbers its documents' windows one after the
-    other. Depths whose shift cuts a row into fewer windows, and rows with fewer tokens, leave places empty.
+    other. Depths whose shift cuts a row into fewer windows, and rows with fewer tokens, leave places empty. With a
+    cache, only the windows that hold this pass's tokens are here, the first of them number `first_window` of its row.
 
     Args:
         experts: (batch, depths, windows) block of each window, -1 where there is no window.
         weights: (batch, depths, windows) weight of its update, float32, 0 where there is no window.
         documents: (batch, depths, windows) number of the window's document in its row, -1 where there is no window.
-        load: (depths, L) windows that ran each block, int64.
+        first_window: (batch, depths) number of the first window here in its row; 0 without a cache.
+        load: (depths, L) windows that ran each block, int64; with a cache, those that began in this pass.
     """
 
     experts: Int[Tensor, "B D K"] | None = None
     weights: Float[Tensor, "B D K"] | None = None
     documents: Int[Tensor, "B D K"] | None = None
+    first_window: Int[Tensor, "B D"] | None = None
     load: Int[Tensor, "D L"] | None = None
 
 
@@ -37,11 +40,12 @@ class LoLModelOutput(ModelOutput):
 
     Args:
         last_hidden_state: (batch, n, d) after the final norm; 0 at padding.
-        cache: `None`: this release decodes without one.
+        cache: The cache, where one was used.
         hidden_states: With `output_hidden_states`: the embedding, then the state after every prelude layer, routed
             depth and coda layer, the last one after the final norm.
         router_logits: With `output_router_logits`: per depth the raw logits (batch, windows, L), 0 where there is no
-            window. Their softmax is the distribution that chose; in training the noise is in them.
+            window, or where it began in an earlier pass of a cache. Their softmax is the distribution that chose; in
+            training the noise is in them.
         routing: Which block ran where.
     """
 
@@ -73,8 +77,9 @@ class LoLCausalLMOutput(ModelOutput):
 
 def collect_routing(routes: list[DepthRoute], batch: int, num_experts: int, device: torch.device) -> Routing:
     """Bring what the depths did into the numbering of rows."""
-    width = max((route.layout.max_in_row for route in routes), default=0)
+    width = max((route.layout.width for route in routes), default=0)
     depths = len(routes)
+    first_window = torch.zeros(batch, depths, dtype=torch.long, device=device)
     experts = torch.full((batch, depths, width), -1, device=device)
     documents = torch.full((batch, depths, width), -1, device=device)
     weights = torch.zeros(batch, depths, width, device=device)
@@ -84,8 +89,11 @@ def collect_routing(routes: list[DepthRoute], batch: int, num_experts: int, devi
         experts[:, depth] = layout.to_rows(route.expert, width, -1)
         documents[:, depth] = layout.to_rows(layout.document_in_row, width, -1)
         weights[:, depth] = layout.to_rows(route.weight.detach(), width, 0.0)
-        load[depth] = torch.nn.functional.one_hot(route.expert, num_experts).sum(0)
-    return Routing(experts=experts, weights=weights, documents=documents, load=load)
+        first = layout.place == 0
+        first_window[layout.row[first], depth] = layout.index_in_row[first]
+        begins = route.expert if layout.continues is None else route.expert[~layout.continues]
+        load[depth] = torch.nn.functional.one_hot(begins, num_experts).sum(0)
+    return Routing(experts=experts, weights=weights, documents=documents, first_window=first_window, load=load)
 
 
 def collect_router_logits(routes: list[DepthRoute]) -> tuple[Tensor, ...] | None:
@@ -95,5 +103,5 @@ def collect_router_logits(routes: list[DepthRoute]) -> tuple[Tensor, ...] | None
     """
     if any(route.logits is None for route in routes):
         return None
-    width = max((route.layout.max_in_row for route in routes), default=0)
+    width = max((route.layout.width for route in routes), default=0)
     return tuple(route.layout.to_rows(route.logits, width, 0.0) for route in routes if route.logits is not None)

@@ -31,6 +31,8 @@ class Documents:
     """Number of the document, 0 … G-1 over the whole batch."""
     document_row: Int[Tensor, "G"]
     """Row of the grid that holds the document."""
+    past: Int[Tensor, "B"] | None = None
+    """Tokens of each row that a cache has seen before; `None` without a cache."""
 
     @property
     def num_documents(self) -> int:
@@ -65,6 +67,7 @@ def find_documents(
     position_ids: Int[Tensor, "_ n"] | None,
     attention_mask: Int[Tensor, "B n"] | Bool[Tensor, "B n"] | None,
     device: torch.device,
+    past: Int[Tensor, "B"] | None = None,
 ) -> Documents:
     """Find the documents of a batch.
 
@@ -76,6 +79,7 @@ def find_documents(
         position_ids: One row may stand for all (the ecosystem broadcasts them).
         attention_mask: 1 or True at real tokens.
         device: where the index tensors live.
+        past: Tokens of each row that a cache has seen before: positions go on from there, in one document a row.
 
     Raises:
         UserError: positions that do not count up from 0 within a document, or a batch without any real token.
@@ -96,13 +100,18 @@ def find_documents(
     document = begins.cumsum(0) - 1
     begin = begins.nonzero().squeeze(1)
     position = torch.arange(row.numel(), device=device) - begin[document]
+    if past is not None:
+        if document[-1] != first_in_row.sum() - 1:
+            raise UserError("packed rows cannot go on from a cache: give one document per row")
+        position = position + past[row]
     if given is not None and bool((position != given).any()):
         where = int((position != given).nonzero()[0])
         raise UserError(
-            f"position_ids must count 0, 1, 2, … inside each document and restart at 0 where the next begins; in row "
-            f"{int(row[where])} a position is {int(given[where])} where {int(position[where])} was expected"
+            "position_ids must count 0, 1, 2, … inside each document, restart at 0 where the next begins, and go on "
+            f"where a cache ends; in row {int(row[where])} a position is {int(given[where])} where "
+            f"{int(position[where])} was expected"
         )
-    return Documents(shape, grid_index, position, document, row[begin])
+    return Documents(shape, grid_index, position, document, row[begin], past)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +133,12 @@ class Windows:
     """Tokens in the sequence, the sum of the lengths."""
     groups: tuple[AttentionGroup, ...]
     """The windows by length, so that attention folds each group into one batch."""
+
+    def take(self, which: Int[Tensor, "_"]) -> "tuple[Int[Tensor, 'M'], Windows]":
+        """Some of the windows by themselves: their M tokens here, and where the windows lie among those."""
+        part = line_up(self.length[which])
+        shift = (self.start[which] - part.start).repeat_interleave(part.length, output_size=part.total)
+        return torch.arange(part.total, device=shift.device) + shift, part
 
     @property
     def equal_length(self) -> int | None:
@@ -182,11 +197,30 @@ class WindowLayout:
     document: Int[Tensor, "K"]
     document_in_row: Int[Tensor, "K"]
     index_in_document: Int[Tensor, "K"]
-    max_in_document: int
     batch: int
     row: Int[Tensor, "K"]
     index_in_row: Int[Tensor, "K"]
     max_in_row: int
+    """Windows of the longest row, those before these tokens included."""
+    width: int
+    """The most windows of a row that hold these tokens."""
+    continues: Bool[Tensor, "K"] | None
+    """Whether a window began before these tokens, in a cache; `None` without a cache."""
+
+    @cached_property
+    def place(self) -> Int[Tensor, "K"]:
+        """0, 1, 2, … among the windows of the row that hold these tokens."""
+        return _number_within(self.row)
+
+    @cached_property
+    def place_in_document(self) -> Int[Tensor, "K"]:
+        """The same among those of the document."""
+        return _number_within(self.document)
+
+    @cached_property
+    def is_last(self) -> Bool[Tensor, "K"]:
+        """Whether a window is the last of its row."""
+        return self.row.diff(append=self.row.new_tensor([-1])) != 0
 
     @property
     def num_windows(self) -> int:
@@ -214,10 +248,10 @@ class WindowLayout:
     def to_rows(self, values: Tensor, width: int, fill: int | float) -> Tensor:
         """(K, …) → (B, width, …): one place per row and window, `fill` where a row has no such window."""
         grid = values.new_full((self.batch, width, *values.shape[1:]), fill)
-        return grid.index_put((self.row, self.index_in_row), values)
+        return grid.index_put((self.row, self.place), values)
 
     def from_rows(self, grid: Shaped[Tensor, "B width"]) -> Shaped[Tensor, "K"]:
-        """(B, width) → (K,): the inverse of `to_rows`."""
+        """(B, width) → (K,): what stands at each window's number in its row."""
         return grid[self.row, self.index_in_row]
 
 
@@ -230,22 +264,33 @@ def lay_windows(documents: Documents, shift: int, window_size: int | None) -> Wi
         window_of_token = torch.zeros_like(documents.position)
     else:
         window_of_token = (documents.position + shift) // window_size
-    begins = (documents.position == 0) | (window_of_token.diff(prepend=window_of_token.new_tensor([-1])) != 0)
+    owner = torch.stack([documents.document, window_of_token])
+    begins = (owner.diff(prepend=owner.new_full((2, 1), -1)) != 0).any(0)
     start = begins.nonzero().squeeze(1)
     document = documents.document[start]
     row = documents.document_row[document]
-    index_in_document, index_in_row = _number_within(document), _number_within(row)
+    index_in_document = window_of_token[start]
+    index_in_row, continues = _number_within(row), None
+    if documents.past is None:
+        max_in_row = int(index_in_row.max()) + 1
+    else:
+        longest = int(torch.maximum(documents.position.max() + 1, documents.past.max()))
+        max_in_row = count_windows(longest, shift, window_size)
+        index_in_row, position = index_in_document, documents.position[start]
+        offset = position if window_size is None else (position + shift) % window_size
+        continues = (position > 0) & (offset > 0)
     return WindowLayout(
         windows=line_up(start.diff(append=start.new_tensor([begins.numel()]))),
         num_documents=documents.num_documents,
         document=document,
         document_in_row=_number_within(documents.document_row)[document],
         index_in_document=index_in_document,
-        max_in_document=int(index_in_document.max()) + 1,
         batch=documents.shape[0],
         row=row,
         index_in_row=index_in_row,
-        max_in_row=int(index_in_row.max()) + 1,
+        max_in_row=max_in_row,
+        width=int(_number_within(row).max()) + 1,
+        continues=continues,
     )
 
 

@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lol.errors import UserError
+from lol.model.base import LoLModel
 from lol.model.config import LoLConfig
-from lol.model.lm import LoLModel
 from lol.model.outputs import Routing
 
 COLUMNS = ("row", "document", "window", "depth", "start", "end", "expert", "weight", "probabilities")

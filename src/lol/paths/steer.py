@@ -16,9 +16,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from lol.errors import UserError
+from lol.model.base import LoLModel
+from lol.model.cache import documents_of_pass
 from lol.model.core import broadcast_path, lay_depths
-from lol.model.lm import LoLModel
-from lol.model.windows import WindowLayout, find_documents
+from lol.model.windows import WindowLayout
 from lol.paths.record import find_model
 
 
@@ -42,7 +43,7 @@ def force_path(
         depths: The depths that are forced, 0-based. Default: all. A pass of fewer depths (growing) uses their part.
         windows: Numbers of the windows that are forced, in each row and counted as in the model's `routing`. The same
             number means a place half a window further at every other depth. Default: all. Windows that do not exist
-            yet are forced once generation reaches them.
+            yet are forced once generation reaches them; a window that began in a cache before keeps its block.
         weight: Weight of a forced block's update: `"router"` takes the router's own probability of it (decided here),
             a number is used as it is.
 
@@ -88,7 +89,8 @@ class _Forcing:
         if inputs is None:
             return None  # the model itself says what is missing
         shape = (inputs.shape[0], inputs.shape[1])
-        documents = find_documents(shape, given.get("position_ids"), given.get("attention_mask"), inputs.device)
+        places = (given.get("position_ids"), given.get("attention_mask"))
+        documents = documents_of_pass(shape, *places, inputs.device, given.get("cache"))
         num_depths = given.get("num_depths")
         self.layouts = lay_depths(model.config, documents, len(self.blocks) if num_depths is None else num_depths)
         if model.router is not None or not self.layouts:

@@ -1,0 +1,326 @@
+"""The model without its head: embedding → prelude → routed core → coda → norm, as a transformers citizen."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import initialization as init
+from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
+
+from lol.errors import UserError
+from lol.model.cache import RoutedLayer, TokenColumns, documents_of_pass
+from lol.model.config import LoLConfig
+from lol.model.core import CoreMemory, CoreParts, Steering, broadcast_path, lay_depths, run_core
+from lol.model.layers import Block, DiagonalInjection, FilmTable, OutputLinear, RMSNorm, Rotary, rotary_angles
+from lol.model.library import Library, StackedLinear, StackedNorm, StackedOutputLinear
+from lol.model.outputs import LoLModelOutput, collect_router_logits, collect_routing
+from lol.model.router import Router
+from lol.model.windows import Documents, WindowLayout
+
+
+class LoLPreTrainedModel(PreTrainedModel):
+    """What the two model classes share with transformers: names, dtypes, initial weights."""
+
+    config: LoLConfig
+    config_class = LoLConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block", "Library"]
+    _keep_in_fp32_modules_strict = ["expert_bias"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initial values, in one place.
+
+        | tensor | start |
+        |---|---|
+        | embedding, head, filler, depth embeddings, projections, router weight | normal, `initializer_range` |
+        | o_proj, down_proj | the same, divided by sqrt(2 (P + D + C)) |
+        | norms | 1 |
+        | router bias, noise weight and bias, balancing bias, FiLM | 0 |
+        | injection | A = B = 1, decay sqrt(1/5) |
+        """
+        # transformers calls this for every module that holds tensors of its own, and for no other.
+        std = self.config.initializer_range
+        output_std = std / (2 * max(self.config.num_hidden_layers, 1)) ** 0.5
+        if isinstance(module, RMSNorm | StackedNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, OutputLinear | StackedOutputLinear):
+            init.normal_(module.weight, std=output_std)
+        elif isinstance(module, nn.Embedding | nn.Linear | StackedLinear):
+            init.normal_(module.weight, std=std)
+        elif isinstance(module, Router):
+            init.normal_(module.weight, std=std)
+            for parameter in (module.bias, module.noise_weight, module.noise_bias):
+                init.zeros_(parameter)
+        elif isinstance(module, FilmTable):
+            for parameter in module.parameters():
+                init.zeros_(parameter)
+        elif isinstance(module, DiagonalInjection):
+            init.constant_(module.delta, DiagonalInjection.START_DELTA)
+            init.zeros_(module.log_decay)
+            init.ones_(module.input_scale)
+        elif isinstance(module, LoLModel):
+            for parameter in (module.depth_embedding, module.filler_embedding):
+                if parameter is not None:
+                    init.normal_(parameter, std=std)
+            if module.expert_bias is not None:
+                init.zeros_(module.expert_bias)
+
+
+class LoLModel(LoLPreTrainedModel):
+    """Embedding, prelude, routed core, coda and final norm."""
+
+    depth_embedding: nn.Parameter | None
+    filler_embedding: nn.Parameter | None
+    expert_bias: Tensor | None
+
+    def __init__(self, config: LoLConfig):
+        super().__init__(config)
+        config.check()
+        d, depths = config.hidden_size, config.num_routed_depths
+        learned = config.routing == "learned"
+        first_coda = config.num_prelude_layers + depths
+        self.embed_tokens = nn.Embedding(config.vocab_size, d)
+        self.prelude = nn.ModuleList(Block(config, index) for index in range(config.num_prelude_layers))
+        self.library = Library(config)
+        self.router = Router(config) if learned else None
+        self.film = FilmTable(depths, d) if config.depth_film else None
+        self.injection = DiagonalInjection(d) if config.input_injection == "diagonal" else None
+        self.coda = nn.ModuleList(Block(config, first_coda + index) for index in range(config.num_coda_layers))
+        self.norm = RMSNorm(d, config.rms_norm_eps)
+        self.depth_embedding = nn.Parameter(torch.empty(depths, d)) if learned else None
+        self.filler_embedding = nn.Parameter(torch.empty(d)) if config.router_only_tokens else None
+        bias_shape = (config.num_experts,) if config.balance_scope == "global" else (depths, config.num_experts)
+        self.register_buffer("expert_bias", torch.zeros(bias_shape, dtype=torch.float32) if learned else None)
+        self.post_init()
+
+    def _apply(self, fn, recurse=True):
+        # The balancing bias moves by 0.001 a step: in bfloat16 it would stop moving at 0.25. Casting the model moves
+        # it between devices and leaves its bits alone.
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = bias.to(device=self.expert_bias.device, dtype=torch.float32)
+        return self
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "B n"] | None = None,
+        attention_mask: Int[Tensor, "B _"] | Bool[Tensor, "B _"] | None = None,
+        position_ids: Int[Tensor, "_ n"] | None = None,
+        inputs_embeds: Float[Tensor, "B n d"] | None = None,
+        router_only_ids: Int[Tensor, "B n"] | None = None,
+        path: Int[Tensor, "..."] | list | tuple | None = None,
+        path_weight: float | None = None,
+        num_depths: int | None = None,
+        generator: torch.Generator | None = None,
+        output_router_logits: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cache: Cache | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> LoLModelOutput | tuple:
+        """Run the model.
+
+        Args:
+            input_ids: Token ids; or give `inputs_embeds`.
+            attention_mask: 1 at tokens, 0 at padding, on either side. Padding is in no window, mean or load.
+            position_ids: Positions inside the document. Where they restart at 0 a new document begins, and nothing
+                crosses that border: each document gets what it would get alone. Default: one document a row.
+            inputs_embeds: Embeddings in place of ids.
+            router_only_ids: The id of a router-only token at each place that holds one, -1 elsewhere. The embedding is
+                added to the router's input of every window of its document; everything else sees the filler embedding
+                there. It conditions the whole document, so it belongs at its beginning.
+            path: Blocks to run: (D,), (D, windows) or (batch, D, windows), -1 where the router stays free.
+            path_weight: Weight of a forced block's update; `None` takes the router's own probability of that block.
+            num_depths: Run only the first so many depths (growing). Default: all.
+            generator: Source of the router's training noise: per depth, in order, one standard normal (windows, L).
+                Default: torch's global generator.
+            output_router_logits: Return the router's raw logits.
+            output_hidden_states: Return the state after every layer.
+            cache: `DynamicCache(config=model.config)`; what earlier passes have put into it goes on. The attention mask
+                then covers those tokens too.
+            use_cache: Make and return a cache where none is given. Default: no.
+            return_dict: False returns a tuple of the fields that are not `None`.
+
+        Raises:
+            UserError: an input that cannot be run; the message names the fix.
+        """
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        if kwargs.pop("output_attentions", None):
+            raise UserError("attention weights are not returned: leave output_attentions out")
+        embeds, documents = self._embed(input_ids, inputs_embeds, attention_mask, position_ids, cache)
+        embeds, router_only = self._hide_router_only(embeds, documents, router_only_ids)
+        batch = documents.shape[0]
+        layouts = lay_depths(self.config, documents, self._check_depths(num_depths))
+        # Whatever is refused is refused before the first layer has put anything into the cache.
+        steering = Steering(self._forced_path(path, batch, layouts), path_weight, router_only, generator)
+        memory = None if cache is None else self._memory(cache, documents, len(layouts), router_only)
+
+        layer_inputs = self.layer_inputs(embeds, documents, attention_mask, cache)
+        hidden_states, x = [embeds], embeds
+        for layer in self.prelude:
+            x = layer(x, *layer_inputs, cache=cache)
+            hidden_states.append(x)
+
+        stream, routes = run_core(self._core_parts(), documents.gather(x), layouts, steering, self.training, memory)
+        x = documents.scatter(stream)
+        if output_hidden_states:
+            hidden_states.extend(documents.scatter(route.state) for route in routes)
+
+        for layer in self.coda:
+            x = layer(x, *layer_inputs, cache=cache)
+            hidden_states.append(x)
+        hidden_states[-1] = x = self.norm(x)
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
+        output = LoLModelOutput(
+            last_hidden_state=x,
+            cache=cache,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+            router_logits=collect_router_logits(routes) if output_router_logits else None,
+            routing=collect_routing(routes, batch, self.config.num_experts, x.device),
+        )
+        return output if return_dict is not False else output.to_tuple()
+
+    def _embed(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+    ) -> tuple[Tensor, Documents]:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UserError("give either input_ids or inputs_embeds")
+        given = input_ids if input_ids is not None else inputs_embeds
+        assert given is not None
+        batch, columns = given.shape[0], given.shape[1]
+        documents = documents_of_pass((batch, columns), position_ids, attention_mask, given.device, cache)
+        if inputs_embeds is not None:
+            return inputs_embeds, documents
+        assert input_ids is not None
+        _check_ids(documents.gather(input_ids), self.config.vocab_size, lowest=0)
+        # Whatever stands at padding must not matter, not even an id that does not exist.
+        ids = input_ids if documents.grid_index is None else input_ids * (documents.grid_document >= 0)
+        return self.embed_tokens(ids), documents
+
+    def _hide_router_only(
+        self, embeds: Tensor, documents: Documents, router_only_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Put the filler where router-only tokens stand; return their embeddings summed per document."""
+        if router_only_ids is None:
+            return embeds, None
+        if self.filler_embedding is None:
+            raise UserError("router_only_ids needs a model with router_only_tokens=True in its config")
+        if self.router is None:
+            raise UserError("router_only_ids needs a router: this model's routing is 'fixed'")
+        ids = documents.gather(router_only_ids)
+        _check_ids(ids, self.config.vocab_size, lowest=-1)
+        hidden = ids >= 0
+        read = self.embed_tokens(ids.clamp(min=0)) * hidden[:, None]
+        summed = read.new_zeros(documents.num_documents, read.shape[1]).index_add(0, documents.document, read)
+        filled = torch.where(documents.scatter(hidden)[..., None], self.filler_embedding.to(embeds.dtype), embeds)
+        return filled, summed
+
+    def layer_inputs(
+        self,
+        embeds: Float[Tensor, "B n d"],
+        documents: Documents,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[Rotary, Any, Tensor]:
+        """What the prelude's and coda's layers need beside the state: rotary angles, the attention mask in the form
+        that the chosen attention implementation wants, and positions."""
+        batch, columns = documents.shape
+        packed = documents.num_documents > batch
+        padded = attention_mask is not None and not bool(attention_mask.all())
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=embeds,
+            attention_mask=attention_mask.bool() if padded and attention_mask is not None else None,
+            cache=cache,
+            # Handed over only to say that rows are packed: without restarts transformers need not look for them.
+            position_ids=documents.grid_position if packed and not padded else None,
+            and_mask_function=packed_sequence_mask_function(documents.grid_document)
+            if packed and columns > 1
+            else None,
+        )
+        rotary = rotary_angles(
+            documents.grid_position[:, None], self.config.head_dim, self.config.rope_theta, embeds.dtype
+        )
+        return rotary, mask, documents.grid_position
+
+    def _core_parts(self) -> CoreParts:
+        return CoreParts(
+            self.config, self.library, self.router, self.depth_embedding, self.expert_bias, self.film, self.injection
+        )
+
+    def _memory(self, cache: Cache, documents: Documents, num_depths: int, router_only: Tensor | None) -> CoreMemory:
+        """The cache's part of the core, if these tokens can go on from it."""
+        first = self.config.num_prelude_layers
+        layers = [layer for layer in cache.layers[first : first + num_depths] if isinstance(layer, RoutedLayer)]
+        if self.training and self.is_activation_checkpointing:
+            raise UserError("gradient checkpointing runs layers twice, which a cache does not survive: leave one out")
+        if num_depths != self.config.num_routed_depths:
+            raise UserError("a cache holds all depths: leave num_depths out, or run without a cache")
+        if len(layers) < num_depths:
+            raise UserError("the cache has no routed layers: make it by DynamicCache(config=model.config)")
+        batch, columns = documents.shape
+        places = torch.arange(columns, device=documents.position.device).expand(documents.shape)
+        memory = CoreMemory(layers, TokenColumns(columns, documents.gather(places)))
+        before = cache.get_seq_length()
+        if before == 0:
+            return memory
+        if router_only is not None and bool(router_only.any()):
+            raise UserError(
+                "router-only tokens condition the whole document, and part of it has passed: give them with the first "
+                "tokens"
+            )
+        if any(cache.get_seq_length(index) != before for index in range(len(cache.layers))):
+            raise UserError(
+                "the layers of the cache have seen different tokens, which an interrupted pass or a refused crop "
+                "leaves behind: make a new cache"
+            )
+        assert documents.past is not None
+        rows = layers[0].rows if layers else None
+        if rows is not None and len(rows.position) != batch:
+            raise UserError(f"the cache holds {len(rows.position)} rows, the input has {batch}: give as many")
+        if rows is not None and not torch.equal(rows.position, documents.past):
+            raise UserError(
+                f"the attention mask has {documents.past.tolist()} real tokens in the cached part, the cache holds "
+                f"{rows.position.tolist()}: give the mask that those tokens were given with"
+            )
+        return memory
+
+    def _check_depths(self, num_depths: int | None) -> int:
+        if num_depths is None:
+            return self.config.num_routed_depths
+        if not 0 <= num_depths <= self.config.num_routed_depths:
+            raise UserError(f"num_depths={num_depths}, but the model has {self.config.num_routed_depths} routed depths")
+        return num_depths
+
+    def _forced_path(self, path: Any, batch: int, layouts: list[WindowLayout]) -> Tensor | None:
+        if path is None:
+            return None
+        width = max((layout.max_in_row for layout in layouts), default=0)
+        blocks = torch.as_tensor(path, device=self.embed_tokens.weight.device)
+        return broadcast_path(blocks, batch, len(layouts), self.config.num_experts, width)
+
+
+def _check_ids(ids: Tensor, vocab_size: int, lowest: int) -> None:
+    if ids.numel() and (int(ids.min()) < lowest or int(ids.max()) >= vocab_size):
+        wrong = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
+        raise UserError(
+            f"token id {wrong} is outside of the vocabulary (0 to {vocab_size - 1}): the text was encoded with another "
+            "tokenizer than the model's"
+        )
