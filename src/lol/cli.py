@@ -31,6 +31,7 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
       lol paths report --run runs/demo
   tokenizer      train a byte-level BPE
       lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
+  bench decode   time cached decoding against its alternatives
   bench core     time the dispatch of a routed depth against its alternatives
       lol bench core --json core.json
 """
@@ -197,7 +198,16 @@ def tokenizer(args: list[str]) -> int:
 def bench_core(args: list[str]) -> int:
     from lol.bench.core import BenchCore, bench
 
-    command = _parse(BenchCore, "bench core", args)
+    return _run_bench(_parse(BenchCore, "bench core", args), bench)
+
+
+def bench_decode(args: list[str]) -> int:
+    from lol.bench.decode import BenchDecode, bench
+
+    return _run_bench(_parse(BenchDecode, "bench decode", args), bench)
+
+
+def _run_bench(command: Any, bench: Callable[[Any], dict[str, Any]]) -> int:
     result = bench(command)
     if command.json is not None:
         command.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -211,6 +221,7 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("paths", "report"): paths_report,
     ("tokenizer",): tokenizer,
     ("bench", "core"): bench_core,
+    ("bench", "decode"): bench_decode,
 }
 
 

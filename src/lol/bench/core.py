@@ -1,11 +1,8 @@
 """`lol bench core`: what one routed depth costs beside one dense block on the same tokens.
 
-Ratios of medians, measured interleaved in one process: the machine's mood then falls on all rows alike.
+Ratios of medians, measured interleaved in one process (`measure.py`).
 """
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from lol.bench.measure import Step, measure, medians
 from lol.model.base import LoLModel
 from lol.model.config import LoLConfig
 from lol.model.core import lay_depths
@@ -45,23 +43,13 @@ class BenchCore:
     """Write the numbers to this file."""
 
 
-Step = Callable[[], None]
-
-
 def bench(options: BenchCore) -> dict[str, Any]:
     """Run the benchmark, print its table, and return its numbers."""
     torch.manual_seed(options.seed)
     steps = _steps(options)
-    for step in steps.values():
-        step()
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(options.repeats):
-        for name, step in steps.items():
-            began = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - began)
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    ratios = {name: median / medians["dense block"] for name, median in medians.items()}
+    seconds = measure(steps, options.repeats)
+    median = medians(seconds)
+    ratios = {name: median[name] / median["dense block"] for name in steps}
     _print(options, ratios, seconds)
     return {
         "options": {name: value for name, value in vars(options).items() if name != "json"},

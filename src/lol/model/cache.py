@@ -238,10 +238,8 @@ class Continuation:
         row, length = self.layout.row[goes_on], windows.length[goes_on]
         offset = torch.arange(int(length.max()), device=query.device)
         token = (windows.start[goes_on, None] + offset).clamp(max=windows.total - 1)
-        kept = self.rows.select(row)
-        attended = continued_attention(
-            query[token], key[token], value[token], kept.keys, kept.values, kept.count, self.shape
-        )
+        keys, values, count = (part[row] for part in (self.rows.keys, self.rows.values, self.rows.count))
+        attended = continued_attention(query[token], key[token], value[token], keys, values, count, self.shape)
         real = offset < length[:, None]
         result[token[real]] = attended[real]
         return result

@@ -1,0 +1,25 @@
+"""Timing steps side by side in one process, so that the machine's mood falls on all of them alike."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+Step = Callable[[], object]
+
+
+def measure(steps: dict[str, Step], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every step in every round; a round runs each step once, and the first, untimed, warms up."""
+    for step in steps.values():
+        step()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """The median of each step."""
+    return {name: statistics.median(times) for name, times in seconds.items()}
