@@ -34,9 +34,9 @@ class BenchCore:
     window_stride: int = 64
     length: int = 1024
     """Tokens in a row."""
-    batch_size: int = 8
+    batch_size: int = 4
     """Rows."""
-    repeats: int = 15
+    repeats: int = 9
     """Rounds; each times every row of the table once."""
     seed: int = 0
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None

@@ -40,7 +40,7 @@ class BenchDecode:
     """Tokens of the text that is run again for the comparison without a cache."""
     batch_size: int = 16
     """Rows of the comparison of a batch with one row; each row takes routes of its own."""
-    repeats: int = 15
+    repeats: int = 9
     """Rounds; each times every row of a table once."""
     seed: int = 0
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
