@@ -250,7 +250,7 @@ def _run_verb(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    if any(args[:1] == [words[0]] and args[1:2] in ([], ["-h"], ["--help"]) and len(words) > 1 for words in VERBS):
+    if any(args[:1] == [words[0]] and args[1:2] in (["-h"], ["--help"]) and len(words) > 1 for words in VERBS):
         print(USAGE)
         return 0
     broken = [arg for arg in args if _is_broken(arg)]

@@ -95,7 +95,8 @@ def test_a_worker_without_documents_says_so(tokenizer, open_texts):
     loader = make_loader(PackedDocuments(open_texts(["only one"]), tokenizer, 4), 1, num_workers=2)
     with pytest.raises(UserError, match=r"^no document for worker 1 of 2; use fewer workers") as caught:
         list(islice(loader, 4))
-    assert len(multiprocessing.active_children()) >= 2
+    # The worker that had no document may have ended by itself; the other one waits.
+    assert multiprocessing.active_children()
     del loader, caught
     assert not multiprocessing.active_children(), "the workers wait for the garbage collector"
 
