@@ -170,7 +170,8 @@ class LoLModel(LoLPreTrainedModel):
         hidden_states, x = [embeds], embeds
         for layer in self.prelude:
             x = layer(x, *layer_inputs, cache=cache)
-            hidden_states.append(x)
+            if output_hidden_states:
+                hidden_states.append(x)
 
         stream, routes = run_core(self._core_parts(), documents.gather(x), layouts, steering, self.training, memory)
         x = documents.scatter(stream)
@@ -179,7 +180,8 @@ class LoLModel(LoLPreTrainedModel):
 
         for layer in self.coda:
             x = layer(x, *layer_inputs, cache=cache)
-            hidden_states.append(x)
+            if output_hidden_states:
+                hidden_states.append(x)
         hidden_states[-1] = x = self.norm(x)
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
