@@ -202,6 +202,20 @@ def test_windows_in_any_order_attend_alike():
     assert_close(order.restore(attended), straight, **EXACT)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_runs_of_few_rows_are_products_like_any_other(dtype: torch.dtype):
+    """Decoding has runs of one to three rows, which take another way through BLAS."""
+    counts = [1, 3, 4, 2, 1, 9]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(counts), 48, generator=generator).to(dtype)
+    weights = [torch.randn(32, 48, generator=generator).to(dtype) for _ in counts]
+    product = grouped_linear(x, counts, weights)
+    own = [run.double() @ weight.double().t() for run, weight in zip(x.split(counts), weights, strict=True)]
+    tolerance = {torch.float32: 1e-4, torch.float64: 1e-12, torch.bfloat16: 0.5}[dtype]
+    assert product.dtype == dtype
+    assert_close(product.double(), torch.cat(own), atol=tolerance, rtol=0)
+
+
 # --- Recomputation --------------------------------------------------------------------------------------------------
 
 

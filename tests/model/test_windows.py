@@ -164,7 +164,7 @@ def test_layouts_are_what_a_loop_over_tokens_finds(grid: list[list[int | None]],
     assert layout.num_documents == expected[-1].document + 1
     assert layout.place_in_document.tolist() == layout.index_in_document.tolist()
     assert layout.width == layout.max_in_row
-    assert layout.continues is None
+    assert layout.kept is None
     assert layout.max_in_row == 1 + max(window.index_in_row for window in expected)
     assert layout.window_of_token.tolist() == [k for k, window in enumerate(expected) for _ in window.tokens]
 

@@ -3,6 +3,7 @@
 Ratios of medians, measured interleaved in one process (`measure.py`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lol.bench.measure import Step, measure, medians
+from lol.bench.measure import measure, medians
 from lol.model.config import LoLConfig
 from lol.model.lm import LoLForCausalLM
 
@@ -61,13 +62,15 @@ def bench(options: BenchDecode) -> dict[str, Any]:
         }
         seconds |= measure(steps, options.repeats)
     batch = f"LoL, {options.batch_size} rows, {options.contexts[0]} tokens cached"
+    many = _next_token(lol, options.batch_size, options.contexts[0])
+    blocks = [len(row.unique()) for row in many().routing.experts[:, :, -1].t()]
     one = f"LoL, 1 row, {options.contexts[0]} tokens cached"
     prefix, cached = f"LoL, {options.prefix} tokens run again", f"LoL, {options.prefix} tokens in the cache"
     text = _random_ids(1, options.prefix)
     seconds |= measure(
         {
             one: _next_token(lol, 1, options.contexts[0]),
-            batch: _next_token(lol, options.batch_size, options.contexts[0]),
+            batch: many,
             prefix: lambda: lol(text, logits_to_keep=1),
             cached: _next_token(lol, 1, options.prefix),
         },
@@ -84,10 +87,12 @@ def bench(options: BenchDecode) -> dict[str, Any]:
     )
     ratios[f"tokens/s of {options.batch_size} rows over one"] = options.batch_size * median[one] / median[batch]
     _print(options, median, ratios)
+    print(f"blocks that those {options.batch_size} rows run at a depth: {sum(blocks) / len(blocks):.1f} on average")
     return {
         "options": {name: value for name, value in vars(options).items() if name != "json"},
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "blocks_of_batch_by_depth": blocks,
         "seconds": seconds,
         "ratios": ratios,
     }
@@ -127,7 +132,7 @@ def _llama(options: BenchDecode) -> LlamaForCausalLM:
     ).eval()
 
 
-def _next_token(model: PreTrainedModel, rows: int, context: int) -> Step:
+def _next_token(model: PreTrainedModel, rows: int, context: int) -> Callable[[], Any]:
     """A step that decodes one more token of each row; the cache grows by the few tokens that are timed."""
     cache = DynamicCache(config=model.config)
     model(input_ids=_random_ids(rows, context), cache=cache, use_cache=True, logits_to_keep=1)

@@ -1,8 +1,7 @@
 """Attention of the core: causal, inside windows.
 
 Rotary angles count from the window's first token: attention only sees differences of positions, and small angles keep
-their precision in a long document. Letters: T tokens, K windows, M tokens of a window, C kept keys, d width, H heads,
-h head size.
+their precision in a long document. Letters: T tokens, d width.
 """
 
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from lol.model.config import LoLConfig
@@ -70,36 +69,3 @@ def window_attention(
         for group, *parts in zip(windows.groups, *(part.split(sizes) for part in slots), strict=True)
     ]
     return take_rows(torch.cat(joined), slot_of_token, token, is_real)
-
-
-def continued_attention(
-    query: Float[Tensor, "K M d"],
-    key: Float[Tensor, "K M d"],
-    value: Float[Tensor, "K M d"],
-    kept_keys: Float[Tensor, "K H C h"],
-    kept_values: Float[Tensor, "K H C h"],
-    num_kept: Int[Tensor, "K"],
-    shape: AttentionShape,
-) -> Float[Tensor, "K M d"]:
-    """Attention of windows whose first `num_kept` tokens have passed before; their keys are turned already.
-
-    Tokens are at the left: what follows a window's last token repeats some other, and no real query sees it.
-    """
-    length, kept = query.shape[1], int(num_kept.max())
-    q, k, v = (part.unflatten(-1, (shape.num_heads, -1)).transpose(1, 2) for part in (query, key, value))
-    offset = num_kept[:, None] + torch.arange(length, device=q.device)
-    angles = rotary_angles(offset[:, None], q.shape[-1], shape.rope_theta, q.dtype)
-    place = torch.arange(kept, device=q.device).expand(len(num_kept), -1)
-    # Kept places that are not a window's own lie after every query.
-    place = torch.where(place < num_kept[:, None], place, torch.iinfo(torch.long).max)
-    seen = torch.cat([place, offset], dim=1)[:, None, :]
-    mask = seen <= offset[..., None]
-    if shape.sliding is not None:
-        mask &= seen > offset[..., None] - shape.sliding
-    joined = F.scaled_dot_product_attention(
-        rotate(q, angles),
-        torch.cat([kept_keys[:, :, :kept], rotate(k, angles)], dim=2),
-        torch.cat([kept_values[:, :, :kept], v], dim=2),
-        attn_mask=mask[:, None],
-    )
-    return joined.transpose(1, 2).flatten(-2)

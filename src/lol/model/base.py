@@ -10,9 +10,10 @@ from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 
 from lol.errors import UserError
-from lol.model.cache import RoutedLayer, TokenColumns, documents_of_pass
+from lol.model.attention import AttentionShape
+from lol.model.cache import CoreMemory, RoutedLayer, documents_of_pass
 from lol.model.config import LoLConfig
-from lol.model.core import CoreMemory, CoreParts, Steering, broadcast_path, lay_depths, run_core
+from lol.model.core import CoreParts, Steering, broadcast_path, lay_depths, run_core
 from lol.model.layers import Block, DiagonalInjection, FilmTable, OutputLinear, RMSNorm, Rotary, rotary_angles
 from lol.model.library import Library, StackedLinear, StackedNorm, StackedOutputLinear
 from lol.model.outputs import LoLModelOutput, collect_router_logits, collect_routing
@@ -277,9 +278,7 @@ class LoLModel(LoLPreTrainedModel):
             raise UserError("a cache holds all depths: leave num_depths out, or run without a cache")
         if len(layers) < num_depths:
             raise UserError("the cache has no routed layers: make it by DynamicCache(config=model.config)")
-        batch, columns = documents.shape
-        places = torch.arange(columns, device=documents.position.device).expand(documents.shape)
-        memory = CoreMemory(layers, TokenColumns(columns, documents.gather(places)))
+        batch, memory = documents.shape[0], CoreMemory(layers, documents, AttentionShape.of(self.config))
         before = cache.get_seq_length()
         if before == 0:
             return memory

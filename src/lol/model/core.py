@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lol.errors import UserError
-from lol.model.attention import AttentionShape
-from lol.model.cache import Continuation, RoutedLayer, RowState, TokenColumns
+from lol.model.cache import CoreMemory
+from lol.model.carry import DepthPass
 from lol.model.config import LoLConfig
 from lol.model.layers import DiagonalInjection, FilmTable
 from lol.model.library import Library
@@ -58,14 +58,6 @@ class CoreParts:
     injection: DiagonalInjection | None
 
 
-@dataclass(frozen=True, eq=False)
-class CoreMemory:
-    """What the core keeps from pass to pass: a cache layer per depth, and where this pass's tokens stand."""
-
-    layers: list[RoutedLayer]
-    place: TokenColumns
-
-
 def lay_depths(config: LoLConfig, documents: Documents, num_depths: int) -> list[WindowLayout]:
     """The layout of each depth; depths of the same shift share one."""
     shifts = [config.window_shift(depth) for depth in range(num_depths)]
@@ -94,7 +86,6 @@ def run_core(
     """
     noise = _draw_noise(parts, prelude, layouts, steering.generator) if training else [None] * len(layouts)
     state, routes, shelf = prelude, [], parts.library.open()
-    shape = AttentionShape.of(parts.config)
     for depth, layout in enumerate(layouts):
         if parts.injection is not None:
             state = parts.injection(state, prelude)
@@ -103,11 +94,10 @@ def run_core(
             logits, weight, expert = _choose(parts, state, depth, layout, steering, noise[depth])
             after = parts.library(state, shelf, layout, expert, weight, film)
         else:
-            layer = memory.layers[depth]
-            past = Continuation(layer.begin(layout, state, shape, steering.router_only), layout, shape)
+            past = memory.begin(depth, layout, state, steering.router_only)
             logits, weight, expert = _go_on(parts, state, depth, past, steering, noise[depth])
             after = parts.library(state, shelf, layout, expert, weight, film, past)
-            layer.absorb(past.chunk(layer.rows, memory.place, state, expert, weight))
+            memory.end(depth, past, expert, weight)
         state = after
         routes.append(DepthRoute(layout, logits, expert, weight, state))
     return state, routes
@@ -117,22 +107,26 @@ def _go_on(
     parts: CoreParts,
     state: Float[Tensor, "T d"],
     depth: int,
-    past: Continuation,
+    past: DepthPass,
     steering: Steering,
     noise: Float[Tensor, "K L"] | None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """`_choose` for windows that begin; the others keep block and weight. Their logits are 0: the choice is past."""
-    layout, rows = past.layout, past.rows
-    assert layout.continues is not None
-    kept_weight, kept_expert = rows.weight[layout.row], rows.expert[layout.row]
-    if bool(layout.continues.all()):
-        logits = state.new_zeros(layout.num_windows, parts.config.num_experts, dtype=torch.float32)
-        return logits if parts.router is not None else None, kept_weight, kept_expert
-    logits, weight, expert = _choose(parts, state, depth, layout, steering, noise, rows)
+    plan, rows = past.plan, past.rows
+    if plan.only_goes_on:
+        if parts.router is None:
+            return None, rows.weight, rows.expert
+        return (
+            state.new_zeros(len(rows.weight), parts.config.num_experts, dtype=torch.float32),
+            rows.weight,
+            rows.expert,
+        )
+    row = plan.layout.row
+    logits, weight, expert = _choose(parts, state, depth, plan.layout, steering, noise, past)
     if logits is not None:
-        logits = logits.masked_fill(layout.continues[:, None], 0.0)
-    expert = torch.where(layout.continues, kept_expert, expert)
-    return logits, torch.where(layout.continues, kept_weight, weight), expert
+        logits = logits.masked_fill(plan.continues[:, None], 0.0)
+    expert = torch.where(plan.continues, rows.expert[row], expert)
+    return logits, torch.where(plan.continues, rows.weight[row], weight), expert
 
 
 def _choose(
@@ -142,7 +136,7 @@ def _choose(
     layout: WindowLayout,
     steering: Steering,
     noise: Float[Tensor, "K L"] | None,
-    rows: RowState | None = None,
+    past: DepthPass | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Raw logits, weight and block of each window: the router's, or the fixed path's with weight 1."""
     forced = None if steering.path is None else layout.from_rows(steering.path[:, depth])
@@ -157,7 +151,7 @@ def _choose(
         return None, weight, expert
     assert parts.depth_embedding is not None
     assert parts.expert_bias is not None
-    features = router_features(state, layout, parts.depth_embedding[depth], steering.router_only, rows)
+    features = router_features(state, layout, parts.depth_embedding[depth], steering.router_only, past)
     bias = parts.expert_bias if parts.config.balance_scope == "global" else parts.expert_bias[depth]
     return parts.router(features, depth, bias, noise, forced, steering.path_weight)
 

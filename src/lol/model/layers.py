@@ -102,10 +102,11 @@ class OutputLinear(nn.Linear):
 
 
 class Rotary(NamedTuple):
-    """Cosine and sine of the rotary angles; each (…, n, h)."""
+    """Of the rotary angles, each (…, n, h)."""
 
     cos: Tensor
     sin: Tensor
+    """With the sign of the rotation: negative in the first half of the channels."""
 
 
 def rotary_angles(position: Int[Tensor, "*shape"], head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
@@ -116,14 +117,14 @@ def rotary_angles(position: Int[Tensor, "*shape"], head_dim: int, theta: float, 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     frequency = theta ** -(torch.arange(0, head_dim, 2, device=position.device, dtype=wide) / head_dim)
     angle = position[..., None].to(wide) * frequency
-    angle = torch.cat((angle, angle), dim=-1)
-    return Rotary(angle.cos().to(dtype), angle.sin().to(dtype))
+    cos, sin = angle.cos(), angle.sin()
+    return Rotary(torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype))
 
 
 def rotate(x: Float[Tensor, "*batch n h"], rotary: Rotary) -> Float[Tensor, "*batch n h"]:
     """Turn queries or keys by their angles."""
     first, second = x.chunk(2, dim=-1)
-    return x * rotary.cos + torch.cat((-second, first), dim=-1) * rotary.sin
+    return torch.addcmul(x * rotary.cos, torch.cat((second, first), dim=-1), rotary.sin)
 
 
 class Block(GradientCheckpointingLayer):

@@ -9,6 +9,7 @@ from transformers import Cache
 from transformers.utils.generic import ModelOutput
 
 from lol.model.core import DepthRoute
+from lol.model.windows import WindowLayout
 
 
 @dataclass
@@ -84,16 +85,27 @@ def collect_routing(routes: list[DepthRoute], batch: int, num_experts: int, devi
     documents = torch.full((batch, depths, width), -1, device=device)
     weights = torch.zeros(batch, depths, width, device=device)
     load = torch.zeros(depths, num_experts, dtype=torch.long, device=device)
-    for depth, route in enumerate(routes):
-        layout = route.layout
-        experts[:, depth] = layout.to_rows(route.expert, width, -1)
-        documents[:, depth] = layout.to_rows(layout.document_in_row, width, -1)
-        weights[:, depth] = layout.to_rows(route.weight.detach(), width, 0.0)
-        first = layout.place == 0
-        first_window[layout.row[first], depth] = layout.index_in_row[first]
-        begins = route.expert if layout.continues is None else route.expert[~layout.continues]
-        load[depth] = torch.nn.functional.one_hot(begins, num_experts).sum(0)
+    for layout, at in _by_layout(routes):
+        here = torch.tensor(at, device=device)
+        expert = torch.stack([routes[depth].expert for depth in at])
+        row, window = layout.row, layout.place
+        grid = (row[None], here[:, None], window[None])
+        experts[grid] = expert
+        documents[grid] = layout.document_in_row
+        weights[grid] = torch.stack([routes[depth].weight.detach() for depth in at])
+        first = window == 0
+        first_window[row[first][None], here[:, None]] = layout.index_in_row[first]
+        begins = torch.ones_like(row) if layout.kept is None else (layout.kept == 0).long()
+        load[here] = load[here].scatter_add(1, expert, begins.expand_as(expert))
     return Routing(experts=experts, weights=weights, documents=documents, first_window=first_window, load=load)
+
+
+def _by_layout(routes: list[DepthRoute]) -> list[tuple[WindowLayout, list[int]]]:
+    """The layouts and the depths that share each."""
+    groups: dict[int, tuple[WindowLayout, list[int]]] = {}
+    for depth, route in enumerate(routes):
+        groups.setdefault(id(route.layout), (route.layout, []))[1].append(depth)
+    return list(groups.values())
 
 
 def collect_router_logits(routes: list[DepthRoute]) -> tuple[Tensor, ...] | None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lol.model.cache import RowState, past_means, window_sums
+from lol.model.carry import DepthPass
 from lol.model.config import LoLConfig
 from lol.model.windows import WindowLayout
 
@@ -19,30 +19,30 @@ def router_features(
     layout: WindowLayout,
     depth_embedding: Float[Tensor, "d"],
     router_only: Float[Tensor, "G d"] | None,
-    rows: RowState | None = None,
+    past: DepthPass | None = None,
 ) -> Float[Tensor, "K d"]:
     """What the router reads for each window, never the window itself. (Article, step 2 of its forward pass.)
 
     The mean of the means of the document's earlier windows, each counting once; for the first window of a document
     ½ (depth embedding + the state of its first token). The embeddings of the document's router-only tokens are added
-    to the input of each of its windows (decided here). `rows` is what a cache keeps of the windows before these tokens.
+    to the input of each of its windows (decided here). `past` is what a cache keeps of the windows before these tokens.
     """
     state = state.float()
-    if rows is None:
+    if past is None:
         means = torch.segment_reduce(state, "mean", lengths=layout.windows.length, axis=0, unsafe=True)
     else:
-        _, means = window_sums(rows, state, layout)
+        means = past.means
     place = layout.place_in_document
     by_document = means.new_zeros(layout.num_documents, int(place.max()) + 1, means.shape[1])
     so_far = by_document.index_put((layout.document, place), means).cumsum(1)
     earlier = so_far[layout.document, (place - 1).clamp(min=0)]
-    if rows is not None:
-        earlier = torch.where(place[:, None] > 0, earlier, 0) + past_means(rows, layout)[layout.row]
+    if past is not None:
+        earlier = torch.where(place[:, None] > 0, earlier, 0) + past.past_means[layout.row]
     count = layout.index_in_document[:, None]
     first = 0.5 * (depth_embedding.float() + state[layout.windows.start])
     features = torch.where(count > 0, earlier / count.clamp(min=1), first)
-    if rows is not None:
-        return features + rows.router_only[layout.row]
+    if past is not None:
+        return features + past.rows.router_only[layout.row]
     return features if router_only is None else features + router_only.float()[layout.document]
 
 

@@ -204,8 +204,8 @@ class WindowLayout:
     """Windows of the longest row, those before these tokens included."""
     width: int
     """The most windows of a row that hold these tokens."""
-    continues: Bool[Tensor, "K"] | None
-    """Whether a window began before these tokens, in a cache; `None` without a cache."""
+    kept: Int[Tensor, "K"] | None
+    """Tokens of each window that a cache has seen before these; `None` without a cache."""
 
     @cached_property
     def place(self) -> Int[Tensor, "K"]:
@@ -270,15 +270,15 @@ def lay_windows(documents: Documents, shift: int, window_size: int | None) -> Wi
     document = documents.document[start]
     row = documents.document_row[document]
     index_in_document = window_of_token[start]
-    index_in_row, continues = _number_within(row), None
+    index_in_row, kept = _number_within(row), None
     if documents.past is None:
         max_in_row = int(index_in_row.max()) + 1
     else:
         longest = int(torch.maximum(documents.position.max() + 1, documents.past.max()))
         max_in_row = count_windows(longest, shift, window_size)
-        index_in_row, position = index_in_document, documents.position[start]
-        offset = position if window_size is None else (position + shift) % window_size
-        continues = (position > 0) & (offset > 0)
+        index_in_row, kept = index_in_document, documents.position[start]
+        if window_size is not None:
+            kept = kept - (index_in_document * window_size - shift).clamp(min=0)
     return WindowLayout(
         windows=line_up(start.diff(append=start.new_tensor([begins.numel()]))),
         num_documents=documents.num_documents,
@@ -290,7 +290,7 @@ def lay_windows(documents: Documents, shift: int, window_size: int | None) -> Wi
         index_in_row=index_in_row,
         max_in_row=max_in_row,
         width=int(_number_within(row).max()) + 1,
-        continues=continues,
+        kept=kept,
     )
 
 
