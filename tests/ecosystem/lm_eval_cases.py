@@ -38,7 +38,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "doc_to_text": "{{prompt}}",
         # Nothing is put between text and target in a task of this type.
         "doc_to_target": " {{target}}",
-        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+        "metric_list": [{"metric": "acc"}],
     },
     ROLLING: {
         "output_type": "loglikelihood_rolling",
