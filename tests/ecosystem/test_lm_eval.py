@@ -29,6 +29,7 @@ from lm_eval_cases import (
     written_text,
 )
 
+from lol import force_path
 from lol.train.loading import find_checkpoint, load_model
 from small_run import MODEL, environment
 
@@ -92,14 +93,20 @@ def documents(tasks: Any) -> dict[str, list[dict]]:
 
 
 @pytest.fixture(scope="module")
-def evaluate(loaded: Any, tasks: Any) -> Callable[..., dict[str, Any]]:
+def manager(tasks: Any) -> Any:
+    """Our tasks, and none of lm-eval's own."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(tasks[0]), include_defaults=False)
+
+
+@pytest.fixture(scope="module")
+def evaluate(loaded: Any, manager: Any) -> Callable[..., dict[str, Any]]:
     """Results of some tasks in this process by batch size and lm-eval's arguments; each is computed once."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
     model, tokenizer = loaded
-    manager = TaskManager(include_path=str(tasks[0]), include_defaults=False)
     known: dict[Any, Any] = {}
 
     def results(batch_size: int, names: tuple[str, ...], **arguments: Any) -> dict[str, Any]:
@@ -276,9 +283,8 @@ def test_the_command_line_scores_whole_texts(evaluate: Any, command_line: Any):
     same_answers(command_line(3, ROLLED), evaluate(1, ROLLED, add_bos_token=False), ROLLED)
 
 
-def test_a_folder_in_process(folder: Path, evaluate: Any, tasks: Any):
+def test_a_folder_in_process(folder: Path, evaluate: Any, manager: Any):
     import lm_eval
-    from lm_eval.tasks import TaskManager
 
     given = lm_eval.simple_evaluate(
         model="hf",
@@ -286,7 +292,24 @@ def test_a_folder_in_process(folder: Path, evaluate: Any, tasks: Any):
         tasks=[CHOICE],
         batch_size=3,
         device="cpu",
-        task_manager=TaskManager(include_path=str(tasks[0]), include_defaults=False),
+        task_manager=manager,
         bootstrap_iters=0,
     )
     same_answers(given, evaluate(1, USUAL), (CHOICE,))
+
+
+def test_a_forced_path_is_evaluated(loaded: Any, reference: Any, manager: Any, evaluate: Any):
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    path = [1, 0, 0, 1]
+    lm = HFLM(pretrained=loaded[0], tokenizer=loaded[1], batch_size=3)
+    with force_path(loaded[0], path):
+        given = lm_eval.simple_evaluate(model=lm, tasks=[CHOICE], task_manager=manager, bootstrap_iters=0)
+    for sample in samples(given, CHOICE)[:3]:
+        prompt, choices = sample["doc"]["prompt"], sample["doc"]["choices"]
+        with force_path(reference, path):
+            wanted = [continuation_score(reference, loaded[1], prompt, f" {choice}") for choice in choices]
+        assert [score for score, _ in sample["filtered_resps"]] == pytest.approx(wanted, **CLOSE)
+    free = answers(evaluate(1, USUAL), CHOICE)
+    assert _numbers(answers(given, CHOICE)) != pytest.approx(_numbers(free), abs=0.1, rel=0)
