@@ -260,7 +260,7 @@ def command_line(folder: Path, tasks: Any) -> Callable[..., dict[str, Any]]:
             env=environment() | {"HF_HOME": str(folder.parent / "hub"), "HF_DATASETS_OFFLINE": "1"},
             capture_output=True,
             text=True,
-            timeout=140,
+            timeout=250,
         )
         assert done.returncode == 0, done.stderr
 
