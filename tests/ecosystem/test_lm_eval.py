@@ -33,7 +33,8 @@ from lol import force_path
 from lol.train.loading import find_checkpoint, load_model
 from small_run import MODEL, environment
 
-pytestmark = pytest.mark.slow
+# The commands of lm-eval share one setup, which is long on a busy machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 BATCH_SIZES = [1, 3, 8]
 # Tasks whose requests begin with the begin token as lm-eval is, and the one that needs add_bos_token=False for it.
