@@ -109,7 +109,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **kwargs)  # pyright: ignore
 
     def _maybe_initialize_input_ids_for_generation(
-        self, inputs: Tensor | None, bos_token_id: Tensor | None, model_kwargs: dict[str, Any]
+        self, inputs: Tensor | None, bos_token_id: Any, model_kwargs: dict[str, Any]
     ) -> Tensor:
         """The ids of a prompt; for one of embeddings alone, rows of none. transformers takes the number of rows from
         the first tensor it was given, which may be a path."""
@@ -121,8 +121,8 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         # A second call brings the embeddings themselves.
         if inputs is not embeds and inputs.shape[1] and inputs.shape != embeds.shape[:2]:
             raise UserError(
-                f"inputs_embeds has shape {tuple(embeds.shape)}, input_ids {tuple(inputs.shape)}: where both are given, "
-                "embeddings are read in place of the same ids; give one embedding per id, or leave the ids out"
+                f"inputs_embeds has shape {tuple(embeds.shape)}, input_ids {tuple(inputs.shape)}: where both are "
+                "given, embeddings are read in place of the same ids; give one embedding per id, or leave the ids out"
             )
         return inputs
 
