@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from lol import LoLForCausalLM, terminal
-from lol.data.tokenizer import load_tokenizer
 from lol.generate import Window, generate_text
 from lol.paths.colors import block_colors
 from lol.paths.record import record_paths
@@ -121,6 +120,19 @@ def test_path_lines_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cells == [f"{window.depth}:{window.expert} 0.50" for window in windows]
 
 
+def test_blocks_have_their_colours_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows, colors = [Window(0, 0, 0, 8, 2, 0.5)], block_colors(3)
+    red, green, blue = (int(colors[2][place : place + 2], 16) for place in (1, 3, 5))
+    for name, value in {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert f"38;2;{red};{green};{blue}" in terminal.path_lines(0, windows, colors)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "38;" not in terminal.path_lines(0, windows, colors)
+    monkeypatch.delenv("FORCE_COLOR")
+    assert terminal.path_lines(0, windows, colors) == "    token 0 | 0:2 0.50\n"
+
+
 @pytest.mark.parametrize("command", [["--path", "0", "1"], ["--path", "0", "1", "2", "3"], ["--path", "frog"]])
 def test_paths_that_do_not_fit(lol: Lol, varied: Path, command: list[str]) -> None:
     code, out, err = lol("generate", "--model", varied, "--prompt", "a", *command, "--show-path")
@@ -157,7 +169,7 @@ def test_commands(types, varied: Path) -> None:
     lines = out.splitlines()
     # With the path, what was typed is shown in its windows.
     assert lines[0] == lines[2] == tokenizer.decode(free, skip_special_tokens=True)
-    forced = [line for line in err.splitlines() if re.match(r" +token (16|20|24) ", line)]
+    forced = re.findall(r"token (?:16|20|24) \|(.*)", err)
     assert len(forced) == 3
     assert set(re.findall(r"\d:(\d)", "".join(forced))) == {"2"}
     assert "/path free" in err
@@ -193,18 +205,30 @@ def test_after_its_end_a_document_is_followed_by_another(types, varied: Path, tm
     assert err.count("the document has ended") == 2
 
 
+def test_ctrl_c_at_the_prompt_leaves(lol: Lol, varied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Impatient(Keyboard):
+        def readline(self, _size: int = -1) -> str:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Impatient())
+    code, out, err = lol("generate", "--model", varied)
+    assert (code, out) == (130, "")
+    assert err.endswith("> \n")
+
+
 # --- On a real terminal
 
 
 class Session:
     """A program on a pseudo terminal."""
 
-    def __init__(self, *args: object, **variables: str):
+    def __init__(self, *args: object):
         self.master, slave = pty.openpty()
-        surroundings = environment() | {"TERM": "xterm-256color", "COLUMNS": "80"} | variables
-        surroundings = {name: value for name, value in surroundings.items() if value != ""}
+        surroundings = environment() | {"TERM": "xterm-256color", "COLUMNS": "80"}
+        surroundings.pop("NO_COLOR", None)
         command = [sys.executable, "-m", "lol", *map(str, args)]
-        self.child = subprocess.Popen(command, env=surroundings, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)  # fmt: skip
+        ends = {"stdin": slave, "stdout": slave, "stderr": slave}
+        self.child = subprocess.Popen(command, env=surroundings, start_new_session=True, **ends)
         os.close(slave)
         self.seen = ""
 
@@ -229,7 +253,7 @@ class Session:
 
 @pytest.mark.slow
 def test_a_conversation_on_a_terminal(varied: Path) -> None:
-    session = Session("generate", "--model", varied, "--max-new-tokens", "100000", "--show-path", NO_COLOR="")
+    session = Session("generate", "--model", varied, "--max-new-tokens", "100000", "--show-path")
     session.wait_for("> ")
     session.type("router of\n")
     session.wait_for("token 16 ")
@@ -243,15 +267,3 @@ def test_a_conversation_on_a_terminal(varied: Path) -> None:
     for line in session.seen.replace("\r", "").split("\n"):
         assert " token " not in line or line.lstrip().startswith("token "), line
     assert session.leave("\x04") == 0
-
-
-@pytest.mark.slow
-def test_no_colours_where_they_are_not_wanted(trained: Path) -> None:
-    session = Session("generate", "--model", trained, *FLAGS, "--show-path", NO_COLOR="1")
-    session.wait_for("> ")
-    session.type("router of\n")
-    session.wait_for("> ")
-    assert "38;" not in session.seen
-    assert load_tokenizer(trained / "checkpoints" / "step-00000002") is not None
-    session.child.send_signal(2)
-    assert session.child.wait(timeout=60) == 130

@@ -281,9 +281,8 @@ def _end_ids(model: LoLForCausalLM, tokenizer: PreTrainedTokenizerFast) -> set[i
     config = model.generation_config
     given = None if config is None else config.eos_token_id
     given = tokenizer.eos_token_id if given is None else given
-    if given is None:
-        return set()
-    return set(given) if isinstance(given, list) else {int(given)}
+    listed = given if isinstance(given, list) else [given]
+    return {int(token) for token in listed if token is not None}
 
 
 class _Decoder:

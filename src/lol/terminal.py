@@ -105,7 +105,7 @@ def path_lines(start: int, windows: list[Window], colors: list[str]) -> str:
         cell = Text(f"{window.depth}:")
         cell.append(str(window.expert), style=f"bold {colors[window.expert]}")
         cell.append(f" {window.weight:.2f}  ")
-        if room and len(lines[-1]) + len(cell) > console.width:
+        if room and len(lines[-1]) + len(cell) - 2 > console.width:
             lines.append(Text(" " * len(head) + rule))
         lines[-1].append_text(cell)
         room = len(lines[-1])

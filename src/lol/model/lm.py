@@ -108,7 +108,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             kwargs["path"] = give_path_rows(path, input_ids.shape[0])
         return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **kwargs)  # pyright: ignore
 
-    def _maybe_initialize_input_ids_for_generation(
+    def _maybe_initialize_input_ids_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, inputs: Tensor | None, bos_token_id: Any, model_kwargs: dict[str, Any]
     ) -> Tensor:
         """The ids of a prompt; for one of embeddings alone, rows of none. transformers takes the number of rows from
