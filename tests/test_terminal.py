@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lol import LoLForCausalLM, terminal
+from lol import LoLForCausalLM, cli, terminal
 from lol.generate import Window, generate_text
 from lol.paths.colors import block_colors
 from lol.paths.record import record_paths
@@ -107,6 +107,19 @@ def test_the_path_is_shown_beside_an_untouched_text(lol: Lol, varied: Path) -> N
     assert sorted(shown) == sorted((start, depth, block, f"{weight:.2f}") for start, depth, block, weight in columns)
     assert [line[0] for line in shown] == sorted(line[0] for line in shown)
     assert len({block for _, _, block, _ in shown}) > 1
+
+
+def test_path_lines_stand_alone_in_a_file_that_holds_both(
+    varied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["generate", "--model", str(varied), *FLAGS, "--prompt", "library of layers router", "--show-path"]
+    with (tmp_path / "both.txt").open("w") as both:
+        monkeypatch.setattr(sys, "stdout", both)
+        monkeypatch.setattr(sys, "stderr", both)
+        assert cli.main(command) == 0
+    lines = (tmp_path / "both.txt").read_text().split("\n")
+    assert sum(line.lstrip().startswith("token ") for line in lines) > 3
+    assert not [line for line in lines if " token " in line.lstrip()]
 
 
 def test_path_lines_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

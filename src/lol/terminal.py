@@ -5,6 +5,7 @@ to the text where it stands, the model goes on from there, and only new tokens a
 """
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -45,7 +46,7 @@ class Screen:
     """Where pieces are shown.
 
     With `show_path`, the line of a window stands in front of the text of its first token. Where text and path share a
-    terminal, a path line breaks the text; anywhere else the text is left as it is.
+    terminal (or a file, by 2>&1), a path line breaks the text; anywhere else the text is left as it is.
     """
 
     num_experts: int
@@ -87,7 +88,7 @@ class Screen:
 
     def _print_windows(self, windows: Iterable[Window]) -> None:
         for start, begun in groupby(windows, key=lambda window: window.start):
-            if self._column and sys.stdout.isatty() and sys.stderr.isatty():
+            if self._column and _is_one_place():
                 self._print("\n")
             sys.stderr.write(path_lines(start, list(begun), self._colors))
             sys.stderr.flush()
@@ -256,6 +257,14 @@ def _read_path(words: list[str]) -> list[int] | None:
     if not path:
         raise UserError("give one block per depth, as in /path 0 1 2, or /path free")
     return path
+
+
+def _is_one_place() -> bool:
+    """Whether standard output and standard error are the same terminal, pipe or file."""
+    try:
+        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError):
+        return False
 
 
 def _tell(message: str) -> None:

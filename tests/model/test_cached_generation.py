@@ -145,9 +145,10 @@ STEERED = {
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [*((name, {}) for name in VARIANTS), *(("half stride", STEERED[name]) for name in STEERED)],
-    ids=[*VARIANTS, *STEERED],
-)  # fmt: skip
+    ("name", "options"),
+    [("half stride", {}), ("full", {}), *(("half stride", options) for options in STEERED.values())],
+    ids=["greedy", "full attention", *STEERED],
+)
 def test_embeddings_write_what_their_ids_write(name: str, options: dict):
     model = variant(name)
     ids, mask = padded([PROMPT, 2, 5])
