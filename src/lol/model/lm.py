@@ -108,21 +108,48 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             kwargs["path"] = give_path_rows(path, input_ids.shape[0])
         return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **kwargs)  # pyright: ignore
 
+    def _maybe_initialize_input_ids_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, inputs: Tensor | None, bos_token_id: Any, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """The ids of a prompt; for one of embeddings alone, rows of none. transformers takes the number of rows from
+        the first tensor it was given, which may be a path."""
+        embeds = model_kwargs.get("inputs_embeds")
+        if embeds is None:
+            return super()._maybe_initialize_input_ids_for_generation(inputs, bos_token_id, model_kwargs)  # pyright: ignore
+        if inputs is None:
+            return torch.ones(embeds.shape[0], 0, dtype=torch.long, device=embeds.device)
+        # A second call brings the embeddings themselves.
+        if inputs is not embeds and inputs.shape[1] and inputs.shape != embeds.shape[:2]:
+            raise UserError(
+                f"inputs_embeds has shape {tuple(embeds.shape)}, input_ids {tuple(inputs.shape)}: where both are "
+                "given, embeddings are read in place of the same ids; give one embedding per id, or leave the ids out"
+            )
+        return inputs
+
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input_ids: Tensor, **kwargs: Any
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Let what was said of the prompt hold while the text grows: new tokens are read by everything, and windows
-        that a path does not name stay free; a path may name windows that are still to come."""
-        inputs = GenerationMixin.prepare_inputs_for_generation(self, input_ids, **kwargs)  # pyright: ignore
-        columns = inputs["input_ids"].shape[1]
-        total = input_ids.shape[1]
+        that a path does not name stay free; a path may name windows that are still to come.
+
+        `inputs_embeds` stand for the prompt in the first pass. Ids then count none of its tokens (or, given too, all),
+        so where the pass stands in the text is read off the cache.
+        """
+        whole = kwargs.get("cache") is None or kwargs.get("next_sequence_length") is not None
+        if inputs_embeds is not None and kwargs.get("is_first_iteration") and not whole:
+            raise UserError("prefill_chunk_size cuts ids, not inputs_embeds: leave one of them out")
+        inputs = GenerationMixin.prepare_inputs_for_generation(self, input_ids, inputs_embeds=inputs_embeds, **kwargs)  # pyright: ignore
+        given = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+        cache = inputs.get("cache")
+        before = 0 if cache is None else cache.get_seq_length()
+        total = before + given.shape[1]
         hidden = inputs.get("router_only_ids")
         if hidden is not None:
-            hidden = nn.functional.pad(hidden, (0, total - hidden.shape[1]), value=-1)[:, total - columns :]
+            hidden = nn.functional.pad(hidden, (0, total - hidden.shape[1]), value=-1)[:, before:]
             inputs["router_only_ids"] = hidden if bool((hidden >= 0).any()) else None
         path = inputs.get("path")
         if path is not None:
-            path = torch.as_tensor(path, device=input_ids.device)
+            path = torch.as_tensor(path, device=given.device)
             if path.ndim > 1 and path.shape[-1] > 1:
                 mask = inputs.get("attention_mask")
                 longest = total if mask is None else int(mask.sum(1).max())
