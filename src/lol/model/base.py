@@ -16,6 +16,7 @@ from lol.model.core import CoreMemory, CoreParts, Steering, broadcast_path, lay_
 from lol.model.layers import Block, DiagonalInjection, FilmTable, OutputLinear, RMSNorm, Rotary, rotary_angles
 from lol.model.library import Library, StackedLinear, StackedNorm, StackedOutputLinear
 from lol.model.outputs import LoLModelOutput, collect_router_logits, collect_routing
+from lol.model.remote_code import is_own
 from lol.model.router import Router
 from lol.model.windows import Documents, WindowLayout
 
@@ -33,6 +34,12 @@ class LoLPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """As `LoLConfig.register_for_auto_class`: only for classes that a user derives."""
+        if not is_own(cls):
+            super().register_for_auto_class(auto_class)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -31,7 +31,21 @@ Shelf = dict[str, tuple[Tensor, ...]]
 up block by block, and a block that no window chose costs nothing until its zeros are stacked at the end."""
 
 
-class StackedNorm(nn.Module):
+class Stack(nn.Module):
+    """A weight of all L blocks.
+
+    It is read by calling the module, never as an attribute from outside: what wraps a module's call to change its
+    weight (PEFT's `target_parameters`, a parametrization) then changes the library's blocks too.
+    """
+
+    weight: nn.Parameter
+
+    def forward(self, cast: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        """The blocks' own weights, each after `cast`."""
+        return cast(self.weight).unbind(0)
+
+
+class StackedNorm(Stack):
     """The scales of a norm of all L blocks."""
 
     def __init__(self, experts: int, width: int):
@@ -39,7 +53,7 @@ class StackedNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, width))
 
 
-class StackedLinear(nn.Module):
+class StackedLinear(Stack):
     """The matrices of a projection of all L blocks, each (out, in)."""
 
     def __init__(self, experts: int, in_features: int, out_features: int):
@@ -71,9 +85,8 @@ class Library(GradientCheckpointingLayer):
 
     def open(self) -> Shelf:
         """Take the stacks apart, once per forward pass of the model; under autocast the projections are cast here."""
-        norms = {name: getattr(self, name).weight for name in NORMS}
-        projections = {name: autocast(getattr(self, name).weight) for name in PROJECTIONS}
-        return {name: stack.unbind(0) for name, stack in (norms | projections).items()}
+        norms = {name: getattr(self, name)(_as_is) for name in NORMS}
+        return norms | {name: getattr(self, name)(autocast) for name in PROJECTIONS}
 
     def forward(
         self,
@@ -153,6 +166,10 @@ class Library(GradientCheckpointingLayer):
         if past is not None:
             return partial(past.attend, windows=windows)
         return partial(window_attention, windows=windows, shape=AttentionShape.of(self.config))
+
+
+def _as_is(x: Tensor) -> Tensor:
+    return x
 
 
 def autocast(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
