@@ -250,19 +250,18 @@ class LoLModel(LoLPreTrainedModel):
     ) -> tuple[Rotary, Any, Tensor]:
         """What the prelude's and coda's layers need beside the state: rotary angles, the attention mask in the form
         that the chosen attention implementation wants, and positions."""
-        batch, columns = documents.shape
-        packed = documents.num_documents > batch
+        # Some row holds two documents: empty rows do not make up for it.
+        packed = documents.num_documents > documents.document_row.unique().numel()
         padded = attention_mask is not None and not bool(attention_mask.all())
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=embeds,
             attention_mask=attention_mask.bool() if padded and attention_mask is not None else None,
             cache=cache,
-            # Handed over only to say that rows are packed: without restarts transformers need not look for them.
+            # Without padding transformers finds the documents by their positions. It then calls an and_mask_function
+            # with positions in place of columns, so documents by column may only be given where it does not look.
             position_ids=documents.grid_position if packed and not padded else None,
-            and_mask_function=packed_sequence_mask_function(documents.grid_document)
-            if packed and columns > 1
-            else None,
+            and_mask_function=packed_sequence_mask_function(documents.grid_document) if packed and padded else None,
         )
         rotary = rotary_angles(
             documents.grid_position[:, None], self.config.head_dim, self.config.rope_theta, embeds.dtype
