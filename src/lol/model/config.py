@@ -60,7 +60,7 @@ class LoLConfig(PreTrainedConfig):
     """
 
     model_type = "lol"
-    keys_to_ignore_at_inference = ("cache", "router_logits", "routing")
+    keys_to_ignore_at_inference = ["cache", "router_logits", "routing"]  # the Trainer joins it to a list
 
     vocab_size: int = 32_000
     hidden_size: int = 1024

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lol.errors import UserError
 from lol.model.attention import AttentionShape, window_attention
 from lol.model.cache import Continuation
 from lol.model.config import LoLConfig
@@ -85,6 +86,7 @@ class Library(GradientCheckpointingLayer):
 
     def open(self) -> Shelf:
         """Take the stacks apart, once per forward pass of the model; under autocast the projections are cast here."""
+        self._check_checkpointing()
         norms = {name: getattr(self, name)(_as_is) for name in NORMS}
         return norms | {name: getattr(self, name)(autocast) for name in PROJECTIONS}
 
@@ -114,6 +116,17 @@ class Library(GradientCheckpointingLayer):
         else:
             update = self._run_grouped(state, shelf, layout, expert, film, past)
         return state + update * weight[layout.window_of_token, None].to(state.dtype)
+
+    def _check_checkpointing(self) -> None:
+        """Reentrant checkpointing runs a backward pass of its own at every depth, and all of them would go through what
+        an adapter computes once per forward pass; through plain parameters they may."""
+        adapted = not all(isinstance(getattr(self, name), Stack) for name in (*NORMS, *PROJECTIONS))
+        reentrant = getattr(getattr(self, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant")
+        if adapted and reentrant and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise UserError(
+                "reentrant gradient checkpointing cannot pass an adapter on the library: use "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}, which is transformers' default"
+            )
 
     def _run_grouped(
         self,

@@ -5,6 +5,7 @@ small file that hands out the classes of the installed package, modeling_lol.py;
 Without `trust_remote_code` it is never read.
 """
 
+import os
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,7 @@ AUTO_MAP = {
 }
 
 
-def put_shim(folder: str | Path) -> None:
+def put_shim(folder: str | os.PathLike) -> None:
     """Write the file into the folder of a checkpoint."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     # The text alone: the package may be installed read-only, or without write permission for others.
