@@ -33,9 +33,9 @@ def build_model(**changes) -> LoLForCausalLM:
     torch.manual_seed(0)
     model = LoLForCausalLM(LoLConfig(**SIZES | changes)).eval()
     if model.model.router is not None:
-        model.model.expert_bias.copy_(
-            torch.linspace(-0.1, 0.2, model.model.expert_bias.numel()).view_as(model.model.expert_bias)
-        )
+        model.model.router.weight.data.mul_(10)
+        bias = model.model.expert_bias
+        bias.copy_(torch.linspace(-0.1, 0.2, bias.numel()).view_as(bias))
     return model
 
 

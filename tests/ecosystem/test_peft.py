@@ -7,12 +7,18 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.testing import assert_close
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from ecosystem_cases import build_model, differing, packed_row, some_ids, tensors_of
 from lol import UserError, force_path, record_paths
 from lol.data.collate import collate_packed
 from lol.train.callback import BalanceCallback
+from lol.train.config import BalanceConfig
 
+pytestmark = pytest.mark.filterwarnings(
+    # PEFT 0.21 asks a model by transformers' old name.
+    "ignore:.*is_activation_checkpointing:FutureWarning",
+)
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LIBRARY = [f"library.{part}.weight" for part in PARTS]
 ROUTER = ["router.weight", "router.noise_weight"]
@@ -70,7 +76,7 @@ def test_only_the_adapter_learns_and_it_is_saved_and_merged(tmp_path: Path, name
     assert torch.equal(logits_of(again), adapted)
 
     merged = again.merge_and_unload()
-    assert differing(merged, before | tensors_of(merged)) == []
+    assert tensors_of(merged).keys() == tensors_of(build_model()).keys()
     assert_close(logits_of(merged), adapted, atol=1e-5, rtol=0)
     merged.save_pretrained(tmp_path / "merged")
     assert_close(logits_of(type(merged).from_pretrained(tmp_path / "merged")), adapted, atol=1e-5, rtol=0)
@@ -121,7 +127,9 @@ def test_paths_are_forced_and_recorded_through_an_adapter(name: str):
     assert [table.expert[table.depth == depth].unique().tolist() for depth in range(4)] == [[2], [0], [1], [0]]
 
 
-def test_the_bias_is_not_moved_under_an_adapter_that_would_not_save_it():
+def test_the_bias_is_not_moved_under_an_adapter_that_would_not_save_it(tmp_path: Path):
     _, model = adapt("router")
+    call = (TrainingArguments(output_dir=str(tmp_path), report_to="none"), TrainerState(), TrainerControl())
     with pytest.raises(UserError, match="strategy='aux_loss'"):
-        BalanceCallback().on_train_begin(None, None, None, model=model)
+        BalanceCallback().on_train_begin(*call, model=model)
+    BalanceCallback(BalanceConfig(strategy="aux_loss")).on_train_begin(*call, model=model)
