@@ -165,13 +165,16 @@ def test_evaluation_loss_and_predictions(tmp_path: Path):
     model = build_model()
     trainer = make_trainer(
         tmp_path, model, steps=1, callbacks=[BalanceCallback(FAST)], eval_dataset=ROWS[:4],
-        per_device_eval_batch_size=4,
+        per_device_eval_batch_size=4, eval_strategy="steps", eval_steps=1,
     )  # fmt: skip
     trainer.train()
     batch = collate_packed(ROWS[:4])
     with torch.no_grad():
         output = model.eval()(**batch)
-    assert math.isclose(trainer.evaluate()["eval_loss"], float(output.loss), rel_tol=1e-6)
+    during = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(during) == 1
+    for loss in (*during, trainer.evaluate()["eval_loss"]):
+        assert math.isclose(loss, float(output.loss), rel_tol=1e-6)
     predicted = trainer.predict(ROWS[:4])
     assert_close(torch.from_numpy(predicted.predictions), output.logits)
 
