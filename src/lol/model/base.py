@@ -17,6 +17,7 @@ from lol.model.core import CoreParts, Steering, broadcast_path, lay_depths, run_
 from lol.model.layers import Block, DiagonalInjection, FilmTable, OutputLinear, RMSNorm, Rotary, rotary_angles
 from lol.model.library import Library, StackedLinear, StackedNorm, StackedOutputLinear
 from lol.model.outputs import LoLModelOutput, collect_router_logits, collect_routing
+from lol.model.remote_code import is_own
 from lol.model.router import Router
 from lol.model.windows import Documents, WindowLayout
 
@@ -34,6 +35,12 @@ class LoLPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """As `LoLConfig.register_for_auto_class`: only for classes that a user derives."""
+        if not is_own(cls):
+            super().register_for_auto_class(auto_class)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -244,19 +251,18 @@ class LoLModel(LoLPreTrainedModel):
     ) -> tuple[Rotary, Any, Tensor]:
         """What the prelude's and coda's layers need beside the state: rotary angles, the attention mask in the form
         that the chosen attention implementation wants, and positions."""
-        batch, columns = documents.shape
-        packed = documents.num_documents > batch
+        # Some row holds two documents: empty rows do not make up for it.
+        packed = documents.num_documents > documents.document_row.unique().numel()
         padded = attention_mask is not None and not bool(attention_mask.all())
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=embeds,
             attention_mask=attention_mask.bool() if padded and attention_mask is not None else None,
             cache=cache,
-            # Handed over only to say that rows are packed: without restarts transformers need not look for them.
+            # Without padding transformers finds the documents by their positions. It then calls an and_mask_function
+            # with positions in place of columns, so documents by column may only be given where it does not look.
             position_ids=documents.grid_position if packed and not padded else None,
-            and_mask_function=packed_sequence_mask_function(documents.grid_document)
-            if packed and columns > 1
-            else None,
+            and_mask_function=packed_sequence_mask_function(documents.grid_document) if packed and padded else None,
         )
         rotary = rotary_angles(
             documents.grid_position[:, None], self.config.head_dim, self.config.rope_theta, embeds.dtype

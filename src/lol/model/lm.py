@@ -83,7 +83,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden)
         loss = None
         if labels is not None:
-            targets = _next_tokens(labels, position_ids, attention_mask)
+            targets = next_tokens(labels, position_ids, attention_mask)
             loss = self.loss_function(
                 logits=logits, labels=labels, shift_labels=targets, vocab_size=self.config.vocab_size, **kwargs
             )
@@ -159,7 +159,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         return inputs
 
 
-def _next_tokens(labels: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+def next_tokens(labels: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
     """The label that each place is to predict: the next one of its document, or none."""
     shape = (labels.shape[0], labels.shape[1])
     document = find_documents(shape, position_ids, attention_mask, labels.device).grid_document
