@@ -205,21 +205,26 @@ class _Writer:
 
     def add(self, token: Token, stoppable: bool = True) -> bool:
         """Take a token in; whether it completes a stop string. The prompt's tokens cannot."""
-        self._tokens.append((token, self.decoder.length))
         text = self.decoder.add(token.id)
+        self._tokens.append((token, self.decoder.start))
         self._append(self.stops.add(text) if stoppable else text)
         return self.stops.stopped
 
     def add_end(self, token: Token) -> bool:
         """Take the token in that ends the text and has none itself."""
+        stopped = self.end_of_tokens()
         self._tokens.append((token, self.decoder.length))
-        return False
+        return stopped
 
-    def end(self) -> bool:
-        """No token follows; whether what was held back completes a stop string."""
+    def end_of_tokens(self) -> bool:
+        """No token with text follows; whether what was held back completes a stop string."""
         if not self.stops.stopped:
             self._append(self.stops.add(self.decoder.end()))
-        if not self.stops.stopped:
+        return self.stops.stopped
+
+    def end(self) -> bool:
+        """Nothing follows; whether the text ended with a stop string."""
+        if not self.end_of_tokens():
             self._append(self.stops.end())
         return self.stops.stopped
 

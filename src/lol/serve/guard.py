@@ -10,7 +10,6 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 from http import HTTPStatus
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -40,7 +39,7 @@ class Access:
                 "that it printed, or start it with --host and that name"
             )
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != headers["host"]:
+        if origin is not None and origin not in (f"http://{headers['host']}", f"https://{headers['host']}"):
             return (
                 HTTPStatus.FORBIDDEN,
                 f"pages of {origin} may not use this server: only programs and its own pages may",
@@ -53,7 +52,7 @@ class Access:
 
     def is_own_name(self, header: str) -> bool:
         """Whether a Host header names this server. An address cannot be rebound, so beyond loopback any will do."""
-        name = (urlsplit(f"//{header}").hostname or "") if _is_plain(header) else ""
+        name = _host_name(header)
         own = {"localhost", self.host.lower()}
         beyond = not is_loopback(self.host)
         if beyond:
@@ -81,9 +80,11 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def _is_plain(header: str) -> bool:
-    """A host and perhaps a port, nothing that a URL could hide behind."""
-    return bool(header) and not set(header) & set("/\\?#@ \t")
+def _host_name(header: str) -> str:
+    """The name or address of a Host header without its port, in lower case."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.partition(":")[0].lower()
 
 
 class Guard:

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 BROKEN = "\ufffd"
 # A character is at most four bytes, so at most three stand at the end for one that is not whole yet.
 _UNSETTLED = 3
-# Tokens that are decoded in front of new ones: some decoders treat the first token of a text differently.
-_CONTEXT = 4
+# Tokens of a context in which whole characters are looked for.
+_CONTEXT = 8
 
 
 class TokenText:
@@ -26,22 +26,26 @@ class TokenText:
         self.tokenizer = tokenizer
         self.length = 0
         """Characters that were let through."""
-        self._before = list(context)[-_CONTEXT:]
-        if self._decode(self._before).endswith(BROKEN):
-            # The context ends within a character, whose other half cannot be given back.
-            self._before = []
+        self.start = 0
+        """Where the text of the last token begins; that of a token within a character, where the character does."""
+        # Tokens of whole characters, decoded in front of new ones: some decoders drop the space of a text's first token.
+        # A context that ends within a character has none; the character's other half cannot be given back.
+        tails = (list(context)[-size:] for size in range(1, min(len(context), _CONTEXT) + 1))
+        self._before = next((tail for tail in tails if (text := self._decode(tail)) and BROKEN not in text), [])
         self._waiting: list[int] = []
         self._given = 0
 
     def add(self, token: int) -> str:
         """The text that this token settles."""
+        before = self._new_text()
         self._waiting.append(token)
         text = self._new_text()
+        self.start = max(self.start, self.length - self._given + _new_from(before, text))
         whole = len(text.rstrip(BROKEN))
         settled = text[: max(whole, len(text) - _UNSETTLED)]
         piece = self._give(settled)
-        if len(settled) == len(text):
-            self._before, self._waiting, self._given = (self._before + self._waiting)[-_CONTEXT:], [], 0
+        if text and len(settled) == len(text):
+            self._before, self._waiting, self._given = self._waiting, [], 0
         return piece
 
     def end(self) -> str:
@@ -59,6 +63,15 @@ class TokenText:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _new_from(before: str, text: str) -> int:
+    """Where a text differs from what it was with a token less."""
+    if text == before:
+        # The token goes on with a character, or has no text.
+        return len(text) - text.endswith(BROKEN)
+    pairs = zip(before, text, strict=False)
+    return next((place for place, (old, new) in enumerate(pairs) if old != new), min(len(before), len(text)))
 
 
 class StopStrings:

@@ -6,7 +6,7 @@ A field that is not known, or not supported with the value it has, is an error: 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from lol.errors import UserError
 
@@ -33,6 +33,14 @@ FORMS = {
 }
 
 
+def _is_unicode(text: str) -> str:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError("a text holds half of a surrogate pair, which is no character: send whole ones")
+    return text
+
+
+# JSON can write what no tokenizer reads.
+Text = Annotated[str, AfterValidator(_is_unicode)]
 # What fits into a tensor; the model says which blocks it has.
 Block = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
@@ -68,7 +76,7 @@ class CompletionRequest(_Strict):
     """The body of `POST /v1/completions`."""
 
     model: str | None = None
-    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    prompt: Text | list[Text] | list[int] | list[list[int]] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] | None = 1.0
@@ -77,7 +85,7 @@ class CompletionRequest(_Strict):
     stream_options: StreamOptions | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = False
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     seed: int | None = None
     user: str | None = None
     """A label of the client's, without effect, as at OpenAI."""
@@ -93,14 +101,6 @@ class CompletionRequest(_Strict):
     return_path: bool = False
     """Extension: let every choice carry the path it took."""
 
-    @field_validator(*NEUTRAL)
-    @classmethod
-    def _is_neutral(cls, value: Any, info: ValidationInfo) -> Any:
-        assert info.field_name is not None
-        if value not in NEUTRAL[info.field_name]:
-            raise UserError(f"{info.field_name} is not supported here: leave it out")
-        return value
-
     @field_validator("stop")
     @classmethod
     def _stops_are_few(cls, value: str | list[str] | None) -> str | list[str] | None:
@@ -113,6 +113,9 @@ class CompletionRequest(_Strict):
 
     @model_validator(mode="after")
     def _fit_together(self) -> "CompletionRequest":
+        for name, neutral in NEUTRAL.items():
+            if getattr(self, name) not in neutral:
+                raise UserError(f"{name} is not supported here: leave it out")
         if self.stream_options is not None and not self.stream:
             raise UserError("stream_options needs a stream: set stream to true, or leave it out")
         if self.path_weight is not None and self.path is None:
@@ -172,7 +175,8 @@ class Completion(BaseModel):
 
 def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
     """One message and the field it is about, of what pydantic says of a body."""
-    first = errors[0]
+    # Of the forms that a field may have, the one that came closest.
+    first = next((error for error in errors if error["type"] == "value_error"), errors[0])
     place = [part for part in first["loc"] if part != "body"]
     name = str(place[0]) if place else None
     if first["type"] == "json_invalid":
