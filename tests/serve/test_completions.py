@@ -16,6 +16,8 @@ from openai import OpenAI
 
 from lol.serve.completions import Served
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "router of layers"
 SEEDED = {"model": "loud", "prompt": PROMPT, "max_tokens": 40, "seed": 5, "temperature": 0.9, "top_p": 0.95}
 
@@ -112,7 +114,7 @@ def test_a_stream_ends_with_done_and_usage_only_on_request(address: str) -> None
     assert "path" not in last["choices"][0]
 
 
-@pytest.mark.parametrize("size", [1, 3, 6])
+@pytest.mark.parametrize("size", [1, 6])
 def test_stop_strings_end_the_text_and_never_show(client: OpenAI, size: int) -> None:
     text = text_of(client)
     start = len(text) // 2

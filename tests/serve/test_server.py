@@ -13,6 +13,7 @@ import pytest
 from small_run import Lol, environment
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_even_in_the_middle_of_an_answer(served_folder: Path) -> None:
     command = [sys.executable, "-m", "lol", "serve", "--model", str(served_folder), "--port", "0", "--host", "0.0.0.0"]
     process = subprocess.Popen(

@@ -39,8 +39,9 @@ class Served:
     @cached_property
     def end_ids(self) -> set[int]:
         """Tokens that end a text."""
-        ends = cast(int | list[int] | None, self.model.config.eos_token_id)
-        return {self.tokenizer.eos_token_id, *([ends] if isinstance(ends, int) else ends or [])}
+        of_model, of_tokenizer = self.model.config.eos_token_id, cast(int | None, self.tokenizer.eos_token_id)
+        ends = of_model if isinstance(of_model, list) else [of_model]
+        return {id_ for id_ in (*ends, of_tokenizer) if id_ is not None}
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ def is_loopback(host: str) -> bool:
 def _host_name(header: str) -> str:
     """The name or address of a Host header without its port, in lower case."""
     if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
+        name, closed, _ = header[1:].partition("]")
+        return name.lower() if closed else ""
     return header.partition(":")[0].lower()
 
 

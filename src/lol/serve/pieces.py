@@ -28,8 +28,8 @@ class TokenText:
         """Characters that were let through."""
         self.start = 0
         """Where the text of the last token begins; that of a token within a character, where the character does."""
-        # Tokens of whole characters, decoded in front of new ones: some decoders drop the space of a text's first token.
-        # A context that ends within a character has none; the character's other half cannot be given back.
+        # Tokens of whole characters, decoded in front of new ones: some decoders drop the space of a text's first
+        # token. A context that ends within a character has none; the character's other half cannot be given back.
         tails = (list(context)[-size:] for size in range(1, min(len(context), _CONTEXT) + 1))
         self._before = next((tail for tail in tails if (text := self._decode(tail)) and BROKEN not in text), [])
         self._waiting: list[int] = []
@@ -59,7 +59,9 @@ class TokenText:
         return piece
 
     def _new_text(self) -> str:
-        return self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
+        before, text = self._decode(self._before), self._decode(self._before + self._waiting)
+        # Byte-fallback decoders give up a whole run of bytes while its last character is not whole.
+        return text[len(before) :] if text.startswith(before) else self._decode(self._waiting)
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
