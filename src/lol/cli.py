@@ -25,6 +25,8 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
       lol train --run runs/mine --data my-text.txt --steps 500
   generate       continue a prompt, or what you type; --path forces blocks
       lol generate --model runs/demo --prompt "import os" --show-path
+  serve          OpenAI's completions API over HTTP, with paths
+      lol serve --model runs/demo --port 8000
   paths show     print the block of every window and depth of a text
       lol paths show --model runs/demo --text "def f(x): return x"
   paths report   write a run's report.html
@@ -117,6 +119,22 @@ def generate(args: list[str]) -> int:
         path=command.path,
         show_path=command.show_path,
     )
+
+
+def serve(args: list[str]) -> int:
+    from lol.serve.limits import Serve
+
+    command = _parse(Serve, "serve", args)
+    try:
+        from lol.serve.server import serve as run_server
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "lol":
+            raise
+        raise UserError(
+            f"lol serve needs {error.name}, which is not installed: pip install library-of-layers[serve]"
+        ) from None
+    run_server(command)
+    return 0
 
 
 @dataclass(frozen=True)
@@ -217,6 +235,7 @@ def _run_bench(command: Any, bench: Callable[[Any], dict[str, Any]]) -> int:
 VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("train",): train,
     ("generate",): generate,
+    ("serve",): serve,
     ("paths", "show"): paths_show,
     ("paths", "report"): paths_report,
     ("tokenizer",): tokenizer,
