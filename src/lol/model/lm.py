@@ -105,6 +105,15 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         )
         return self.in_asked_form(output, return_dict)
 
+    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "offloaded"):
+            raise UserError(
+                f"cache_implementation={kind!r} has no form for routed layers: leave it out (what they keep does not "
+                "grow with the text)"
+            )
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)  # pyright: ignore
+
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
