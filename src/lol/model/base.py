@@ -261,8 +261,7 @@ class LoLModel(LoLPreTrainedModel):
             inputs_embeds=embeds,
             attention_mask=attention_mask.bool() if padded and attention_mask is not None else None,
             cache=cache,
-            # Handed over only to say that rows are packed: without restarts transformers need not look for them.
-            position_ids=documents.grid_position if packed and not padded else None,
+            # No position_ids: from restarts in them transformers would count the columns of this function per document.
             and_mask_function=packed_sequence_mask_function(documents.grid_document)
             if packed and columns > 1
             else None,
