@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import ModelOutput
 
 from lol.errors import UserError
 from lol.model.attention import AttentionShape
@@ -81,6 +83,11 @@ class LoLPreTrainedModel(PreTrainedModel):
             if module.expert_bias is not None:
                 init.zeros_(module.expert_bias)
 
+    def in_asked_form(self, output: ModelOutput, return_dict: bool | None) -> Any:
+        """The output itself, or the tuple of its fields that are not `None`."""
+        as_it_is = self.config.return_dict if return_dict is None else return_dict
+        return output if as_it_is else output.to_tuple()
+
 
 class LoLModel(LoLPreTrainedModel):
     """Embedding, prelude, routed core, coda and final norm."""
@@ -118,6 +125,7 @@ class LoLModel(LoLPreTrainedModel):
             self.expert_bias = bias.to(device=self.expert_bias.device, dtype=torch.float32)
         return self
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: Int[Tensor, "B n"] | None = None,
@@ -152,12 +160,12 @@ class LoLModel(LoLPreTrainedModel):
             num_depths: Run only the first so many depths (growing). Default: all.
             generator: Source of the router's training noise: per depth, in order, one standard normal (windows, L).
                 Default: torch's global generator.
-            output_router_logits: Return the router's raw logits.
+            output_router_logits: Return the router's raw logits. Default: as the config says, like the next.
             output_hidden_states: Return the state after every layer.
             cache: `DynamicCache(config=model.config)`; what earlier passes have put into it goes on. The attention mask
                 then covers those tokens too.
             use_cache: Make and return a cache where none is given. Default: no.
-            return_dict: False returns a tuple of the fields that are not `None`.
+            return_dict: False returns a tuple of the fields that are not `None`. Default: as the config says.
 
         Raises:
             UserError: an input that cannot be run; the message names the fix.
@@ -166,6 +174,8 @@ class LoLModel(LoLPreTrainedModel):
             cache = DynamicCache(config=self.config)
         if kwargs.pop("output_attentions", None):
             raise UserError("attention weights are not returned: leave output_attentions out")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         embeds, documents = self._embed(input_ids, inputs_embeds, attention_mask, position_ids, cache)
         embeds, router_only = self._hide_router_only(embeds, documents, router_only_ids)
         batch = documents.shape[0]
@@ -200,7 +210,7 @@ class LoLModel(LoLPreTrainedModel):
             router_logits=collect_router_logits(routes) if output_router_logits else None,
             routing=collect_routing(routes, batch, self.config.num_experts, x.device),
         )
-        return output if return_dict is not False else output.to_tuple()
+        return self.in_asked_form(output, return_dict)
 
     def _embed(
         self,
