@@ -80,14 +80,14 @@ def test_rerouting_some_windows_of_one_depth():
 
 
 def test_states_of_layers_and_gradients():
-    """Prelude, the library's depths and the coda are modules like any other."""
+    """Prelude, the core's depths and the coda are modules like any other."""
     model, ids = build_model(), some_ids(1)
     net = NNsight(model)
     with net.trace(ids, labels=ids) as tracer:
         prelude = net.model.prelude[0].output.save()
         states = nnsight.save([])
         for _ in tracer.iter[:DEPTHS]:
-            states.append(net.model.library.output)
+            states.append(net.model.dispatch.output)
         loss = net.output.loss.save()
     with torch.no_grad():
         hidden = model(ids, output_hidden_states=True).hidden_states

@@ -147,7 +147,7 @@ def test_grouped_dispatch_is_a_plain_loop_over_blocks(spec: Spec, rows: list[lis
     for name, parameter in model.model.library.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
         assert (parameter.grad[load == 0] == 0).all(), f"{name} of an idle block has a gradient"
-    model.model.library.dispatch = "loop"
+    model.model.dispatch.form = "loop"
     looped_loss, looped = loss_and_gradients(model, **inputs)
     assert_close(loss, looped_loss, atol=1e-9, rtol=0)
     for name, gradient in gradients.items():

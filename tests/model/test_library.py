@@ -18,7 +18,7 @@ from lol import LoLConfig, LoLForCausalLM
 from lol.model import library as library_module
 from lol.model.attention import AttentionShape, window_attention
 from lol.model.layers import Film, rotary_angles, rotate
-from lol.model.library import Library, grouped_linear
+from lol.model.library import Dispatch, Library, grouped_linear
 from lol.model.windows import WindowLayout, find_documents, lay_windows, line_up
 from model_cases import Spec, bounded, make_batch, make_model
 
@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 # --- Dispatch -------------------------------------------------------------------------------------------------------
 
 
-def make_library(dtype: torch.dtype, attention: str = "windowed", seed: int = 0) -> Library:
-    """Four blocks of width 32 with random weights."""
+def make_library(dtype: torch.dtype, attention: str = "windowed", seed: int = 0) -> tuple[Library, Dispatch]:
+    """Four blocks of width 32 with random weights, and what runs windows on them."""
     config = LoLConfig(
         hidden_size=32,
         intermediate_size=48,
@@ -45,7 +45,7 @@ def make_library(dtype: torch.dtype, attention: str = "windowed", seed: int = 0)
         for name, parameter in library.named_parameters():
             scale, mean = (0.2, 1.0) if "norm" in name else (0.2, 0.0)
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale + mean)
-    return library
+    return library, Dispatch(config)
 
 
 def packed_layout(lengths: list[int], window_size: int | None = 16, shift: int = 8) -> WindowLayout:
@@ -56,7 +56,9 @@ def packed_layout(lengths: list[int], window_size: int | None = 16, shift: int =
 RAGGED = [5, 40, 1, 23, 16, 9, 30, 2, 14]
 
 
-def run(library: Library, dispatch: str, layout: WindowLayout, expert: Tensor, dtype: torch.dtype, film: bool):
+def run(
+    parts: tuple[Library, Dispatch], form: str, layout: WindowLayout, expert: Tensor, dtype: torch.dtype, film: bool
+):
     """Result, and the gradients of the state, of the windows' weights, of FiLM and of every parameter."""
     generator = torch.Generator().manual_seed(1)
 
@@ -66,8 +68,9 @@ def run(library: Library, dispatch: str, layout: WindowLayout, expert: Tensor, d
     total = layout.windows.total
     state, weight, upstream = leaf(total, 32), leaf(layout.num_windows), leaf(total, 32)
     modulation = Film(*(leaf(32) for _ in range(4))) if film else None
-    library.dispatch = dispatch
-    result = library(state, library.open(), layout, expert, weight, modulation)
+    library, dispatch = parts
+    dispatch.form = form
+    result = dispatch(state, library(), layout, expert, weight, modulation)
     leaves = {"state": state, "weight": weight} | dict(library.named_parameters())
     leaves |= {} if modulation is None else modulation._asdict()
     gradients = torch.autograd.grad((result * upstream.detach()).sum(), list(leaves.values()))
@@ -84,9 +87,9 @@ def test_grouped_dispatch_is_a_plain_loop(
     layout = packed_layout(lengths) if attention == "windowed" else packed_layout(lengths, None, 0)
     assert (layout.windows.slots[2] is not None) == (lengths is RAGGED)
     expert = torch.randint(0, 4, (layout.num_windows,), generator=torch.Generator().manual_seed(3))
-    library = make_library(dtype, attention)
-    result, gradients = run(library, "grouped", layout, expert, dtype, film)
-    looped, looped_gradients = run(library, "loop", layout, expert, dtype, film)
+    parts = make_library(dtype, attention)
+    result, gradients = run(parts, "grouped", layout, expert, dtype, film)
+    looped, looped_gradients = run(parts, "loop", layout, expert, dtype, film)
     assert_close(result, looped, atol=tolerance, rtol=tolerance)
     for name, gradient in gradients.items():
         # Relative to the largest entry: a sum over all tokens rounds as its terms do.
@@ -99,13 +102,14 @@ def test_autocast_reaches_the_grouped_products(used: list[int]):
     """Float32 weights, products in bfloat16, as F.linear does it in the loop; gradients are float32 again."""
     layout = packed_layout(RAGGED)
     expert = torch.tensor(used)[torch.arange(layout.num_windows) % len(used)]
-    library = make_library(torch.float32)
-    exact, exact_gradients = run(library, "grouped", layout, expert, torch.float32, True)
+    parts = make_library(torch.float32)
+    exact, exact_gradients = run(parts, "grouped", layout, expert, torch.float32, True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert library.open()["q_proj"][0].dtype == torch.bfloat16
-        assert library.open()["attn_norm"][0].dtype == torch.float32
-        result, gradients = run(library, "grouped", layout, expert, torch.float32, True)
-        looped, looped_gradients = run(library, "loop", layout, expert, torch.float32, True)
+        shelf = parts[0]()
+        assert shelf["q_proj"][0].dtype == torch.bfloat16
+        assert shelf["attn_norm"][0].dtype == torch.float32
+        result, gradients = run(parts, "grouped", layout, expert, torch.float32, True)
+        looped, looped_gradients = run(parts, "loop", layout, expert, torch.float32, True)
     assert result.dtype == torch.float32
     gradients, looped_gradients, exact_gradients = (
         {"result": own} | more
@@ -118,14 +122,14 @@ def test_autocast_reaches_the_grouped_products(used: list[int]):
         assert (gradient - looped_gradients[name]).norm() < 0.01 * size, name
 
 
-@pytest.mark.parametrize("dispatch", ["grouped", "loop"])
+@pytest.mark.parametrize("form", ["grouped", "loop"])
 @pytest.mark.parametrize("used", [[0, 2], [3]], ids=["two blocks", "one block"])
-def test_an_idle_block_has_a_gradient_of_exactly_zero(dispatch: str, used: list[int]):
-    library, layout = make_library(torch.float32), packed_layout(RAGGED)
+def test_an_idle_block_has_a_gradient_of_exactly_zero(form: str, used: list[int]):
+    (library, dispatch), layout = make_library(torch.float32), packed_layout(RAGGED)
     expert = torch.tensor(used)[torch.arange(layout.num_windows) % len(used)]
-    library.dispatch = dispatch
+    dispatch.form = form
     state = torch.randn(layout.windows.total, 32)
-    library(state, library.open(), layout, expert, torch.ones(layout.num_windows), None).square().sum().backward()
+    dispatch(state, library(), layout, expert, torch.ones(layout.num_windows), None).square().sum().backward()
     for name, parameter in library.named_parameters():
         assert parameter.grad is not None, name
         busy = [block for block in range(4) if (parameter.grad[block] != 0).any()]
@@ -133,13 +137,13 @@ def test_an_idle_block_has_a_gradient_of_exactly_zero(dispatch: str, used: list[
 
 
 def test_a_weight_of_zero_leaves_the_window_as_it_was():
-    library, layout = make_library(torch.float32), packed_layout(RAGGED)
+    (library, dispatch), layout = make_library(torch.float32), packed_layout(RAGGED)
     expert = torch.arange(layout.num_windows) % 4
     weight = torch.ones(layout.num_windows)
     weight[1] = 0
     state = torch.randn(layout.windows.total, 32)
     with torch.no_grad():
-        result = library(state, library.open(), layout, expert, weight, None)
+        result = dispatch(state, library(), layout, expert, weight, None)
     changed = (result != state).any(1)
     assert torch.equal(changed, layout.window_of_token != 1)
 
@@ -228,7 +232,7 @@ def test_gradient_checkpointing_changes_nothing(monkeypatch: pytest.MonkeyPatch,
     update = library_module.block_update
 
     def counted(*args):
-        runs["library"] += 1
+        runs["blocks"] += 1
         return update(*args)
 
     monkeypatch.setattr(library_module, "block_update", counted)
@@ -239,7 +243,7 @@ def test_gradient_checkpointing_changes_nothing(monkeypatch: pytest.MonkeyPatch,
         model.zero_grad()
         output = model(**batch.inputs(), labels=labels, generator=torch.Generator().manual_seed(5))
         output.loss.backward()
-        return output, {name: parameter.grad for name, parameter in model.named_parameters()}, runs["library"]
+        return output, {name: parameter.grad for name, parameter in model.named_parameters()}, runs["blocks"]
 
     plain, plain_gradients, once = step()
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
@@ -299,7 +303,7 @@ def test_the_number_of_operations_does_not_grow_with_the_text(attention: str):
     work_of(model, 1, 256)
     operations, calls = work_of(model, 2, 256)
     assert sum(operations.values()) > 100
-    assert any("Library" in name for name in calls)
+    assert any("Dispatch" in name for name in calls)
     for rows, n in ((2, 1024), (5, 512)):
         more_operations, more_calls = work_of(model, rows, n)
         assert more_operations == operations

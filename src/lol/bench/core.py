@@ -90,14 +90,14 @@ def _steps(options: BenchCore) -> dict[str, Step]:
         source = grid.clone().requires_grad_()
         finish(model.prelude[0](source, *model.layer_inputs(source, documents)), source)
 
-    def routed(layout: WindowLayout, dispatch: str, experts: list[Tensor]) -> Step:
+    def routed(layout: WindowLayout, form: str, experts: list[Tensor]) -> Step:
         weight = torch.full((layout.num_windows,), 0.5)
 
         def step() -> None:
             source = stream.clone().requires_grad_()
-            model.library.dispatch = dispatch  # pyright: ignore[reportAttributeAccessIssue]
-            shelf = model.library.open()
-            total = torch.stack([model.library(source, shelf, layout, expert, weight, None) for expert in experts])
+            model.dispatch.form = form  # pyright: ignore[reportAttributeAccessIssue]
+            shelf = model.library()
+            total = torch.stack([model.dispatch(source, shelf, layout, expert, weight, None) for expert in experts])
             finish(total.sum(0), source)
 
         return step

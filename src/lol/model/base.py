@@ -17,7 +17,7 @@ from lol.model.cache import CoreMemory, RoutedLayer, documents_of_pass
 from lol.model.config import LoLConfig
 from lol.model.core import CoreParts, Steering, broadcast_path, lay_depths, run_core
 from lol.model.layers import Block, DiagonalInjection, FilmTable, OutputLinear, RMSNorm, Rotary, rotary_angles
-from lol.model.library import Library, StackedLinear, StackedNorm, StackedOutputLinear
+from lol.model.library import Dispatch, Library, StackedLinear, StackedNorm, StackedOutputLinear
 from lol.model.outputs import LoLModelOutput, collect_router_logits, collect_routing
 from lol.model.remote_code import is_own
 from lol.model.router import Router
@@ -105,6 +105,7 @@ class LoLModel(LoLPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, d)
         self.prelude = nn.ModuleList(Block(config, index) for index in range(config.num_prelude_layers))
         self.library = Library(config)
+        self.dispatch = Dispatch(config)
         self.router = Router(config) if learned else None
         self.film = FilmTable(depths, d) if config.depth_film else None
         self.injection = DiagonalInjection(d) if config.input_injection == "diagonal" else None
@@ -281,7 +282,14 @@ class LoLModel(LoLPreTrainedModel):
 
     def _core_parts(self) -> CoreParts:
         return CoreParts(
-            self.config, self.library, self.router, self.depth_embedding, self.expert_bias, self.film, self.injection
+            config=self.config,
+            library=self.library,
+            dispatch=self.dispatch,
+            router=self.router,
+            depth_embedding=self.depth_embedding,
+            expert_bias=self.expert_bias,
+            film=self.film,
+            injection=self.injection,
         )
 
     def _memory(self, cache: Cache, documents: Documents, num_depths: int, router_only: Tensor | None) -> CoreMemory:

@@ -14,7 +14,7 @@ from lol.model.cache import CoreMemory
 from lol.model.carry import DepthPass
 from lol.model.config import LoLConfig
 from lol.model.layers import DiagonalInjection, FilmTable
-from lol.model.library import Library
+from lol.model.library import Dispatch, Library
 from lol.model.router import router_features
 from lol.model.windows import Documents, WindowLayout, lay_windows
 
@@ -51,6 +51,7 @@ class CoreParts:
 
     config: LoLConfig
     library: Library
+    dispatch: Dispatch
     router: nn.Module | None
     """A `Router`, or an adapter around one."""
     depth_embedding: Tensor | None
@@ -86,18 +87,19 @@ def run_core(
         The state after the last depth, and what each depth did.
     """
     noise = _draw_noise(parts, prelude, layouts, steering.generator) if training else [None] * len(layouts)
-    state, routes, shelf = prelude, [], parts.library.open()
+    parts.dispatch.check_adapters(parts.library)
+    state, routes, shelf = prelude, [], parts.library()
     for depth, layout in enumerate(layouts):
         if parts.injection is not None:
             state = parts.injection(state, prelude)
         film = parts.film(depth) if parts.film is not None else None
         if memory is None:
             logits, weight, expert = _choose(parts, state, depth, layout, steering, noise[depth])
-            after = parts.library(state, shelf, layout, expert, weight, film)
+            after = parts.dispatch(state, shelf, layout, expert, weight, film)
         else:
             past = memory.begin(depth, layout, state, steering.router_only)
             logits, weight, expert = _go_on(parts, state, depth, past, steering, noise[depth])
-            after = parts.library(state, shelf, layout, expert, weight, film, past)
+            after = parts.dispatch(state, shelf, layout, expert, weight, film, past)
             memory.end(depth, past, expert, weight)
         state = after
         routes.append(DepthRoute(layout, logits, expert, weight, state))

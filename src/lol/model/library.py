@@ -1,9 +1,13 @@
 """The library: L blocks as stacked tensors, and the dispatch of windows to them.
 
+`Library` holds the weights and is called once per forward pass of the model: its result, the shelf, is what `Dispatch`
+runs the windows of every depth on. Where weights are spread over processes (`lol.train.parallel`) they are therefore
+gathered once, however deep the core is and whatever the path.
+
 The windows of a depth are brought into the order of their blocks, so that each block's tokens are one run; every
 projection is then one grouped matrix product over the runs, and attention folds windows of equal length into one
-batch. `dispatch = "loop"` runs block after block with the plain code of an ordinary layer instead: the reference that
-the grouped form is tested against. Letters: T tokens, K windows, d width, H heads, L blocks.
+batch. `Dispatch.form = "loop"` runs block after block with the plain code of an ordinary layer instead: the reference
+that the grouped form is tested against. Letters: T tokens, K windows, d width, H heads, L blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,14 +70,12 @@ class StackedOutputLinear(StackedLinear):
     """The matrices of a projection that writes into the residual stream; they start smaller."""
 
 
-class Library(GradientCheckpointingLayer):
+class Library(nn.Module):
     """L transformer blocks of the same shape; every parameter is stacked (L, …)."""
 
     def __init__(self, config: LoLConfig):
         super().__init__()
         experts, d, hidden = config.num_experts, config.hidden_size, config.mlp_size
-        self.config = config
-        self.dispatch: Literal["grouped", "loop"] = "grouped"
         self.attn_norm = StackedNorm(experts, d)
         self.q_proj = StackedLinear(experts, d, d)
         self.k_proj = StackedLinear(experts, d, d)
@@ -84,11 +86,24 @@ class Library(GradientCheckpointingLayer):
         self.up_proj = StackedLinear(experts, d, hidden)
         self.down_proj = StackedOutputLinear(experts, hidden, d)
 
-    def open(self) -> Shelf:
+    def forward(self) -> Shelf:
         """Take the stacks apart, once per forward pass of the model; under autocast the projections are cast here."""
-        self._check_checkpointing()
         norms = {name: getattr(self, name)(_as_is) for name in NORMS}
         return norms | {name: getattr(self, name)(autocast) for name in PROJECTIONS}
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter stands around a stack, and computes its weight."""
+        return not all(isinstance(getattr(self, name), Stack) for name in (*NORMS, *PROJECTIONS))
+
+
+class Dispatch(GradientCheckpointingLayer):
+    """Runs the windows of a depth on the library's blocks; called once per depth, without parameters of its own."""
+
+    def __init__(self, config: LoLConfig):
+        super().__init__()
+        self.config = config
+        self.form: Literal["grouped", "loop"] = "grouped"
 
     def forward(
         self,
@@ -104,25 +119,28 @@ class Library(GradientCheckpointingLayer):
 
         Args:
             state: The stream of real tokens.
-            shelf: `open()` of this forward pass.
+            shelf: What the library returned in this forward pass.
             layout: The windows of this depth.
             expert: The block of each window.
             weight: The weight of each window's update.
             film: This depth's modulation, or `None`.
             past: What a cache keeps of these windows, or `None`; the loop has no form for it.
         """
-        if self.dispatch == "loop" and past is None:
+        if self.form == "loop" and past is None:
             update = self._run_loop(state, shelf, layout, expert, film)
         else:
             update = self._run_grouped(state, shelf, layout, expert, film, past)
         return state + update * weight[layout.window_of_token, None].to(state.dtype)
 
-    def _check_checkpointing(self) -> None:
-        """Reentrant checkpointing runs a backward pass of its own at every depth, and all of them would go through what
-        an adapter computes once per forward pass; through plain parameters they may."""
-        adapted = not all(isinstance(getattr(self, name), Stack) for name in (*NORMS, *PROJECTIONS))
+    def check_adapters(self, library: Library) -> None:
+        """Refuse what torch would fail at in the backward pass.
+
+        Reentrant checkpointing runs a backward pass of its own at every depth, and all of them would go through what an
+        adapter computes once per forward pass; through plain parameters they may.
+        """
         reentrant = getattr(getattr(self, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant")
-        if adapted and reentrant and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+        runs_twice = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if reentrant and runs_twice and library.is_adapted:
             raise UserError(
                 "reentrant gradient checkpointing cannot pass an adapter on the library: use "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}, which is transformers' default"
