@@ -6,6 +6,7 @@ their precision in a long document. Letters: T tokens, d width.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lol.model.config import LoLConfig
-from lol.model.layers import rotary_angles, rotate
+from lol.model.layers import float32_on_cpu, rotary_angles, rotate
 from lol.model.windows import Windows, take_rows
 
 
@@ -47,7 +48,10 @@ def window_attention(
     shape: AttentionShape,
 ) -> Float[Tensor, "T d"]:
     """Causal attention inside each window."""
+    return float32_on_cpu(partial(_attend_windows, windows=windows, shape=shape), query, key, value)
 
+
+def _attend_windows(query: Tensor, key: Tensor, value: Tensor, windows: Windows, shape: AttentionShape) -> Tensor:
     def attend(parts: Sequence[Tensor], count: int, length: int) -> Tensor:
         q, k, v = (part.view(count, length, shape.num_heads, -1).transpose(1, 2) for part in parts)
         angles = rotary_angles(torch.arange(length, device=q.device), q.shape[-1], shape.rope_theta, q.dtype)

@@ -6,6 +6,7 @@ are stacked tensors (`library.py`). Letters: B batch, n tokens, d width, H heads
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -83,6 +84,17 @@ def rms_normalize(x: Float[Tensor, "*tokens d"], eps: float) -> Float[Tensor, "*
     """x / sqrt(mean(x²) + eps), computed in at least float32, returned in x's dtype."""
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def float32_on_cpu(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """`attend`'s result, computed in float32 where bfloat16 would run on a CPU: there the backward pass of attention
+    takes 2 to 9 times as long in it. (Measured on Sapphire Rapids with torch 2.13.)"""
+    if query.device.type != "cpu" or query.dtype != torch.bfloat16:
+        return attend(query, key, value)
+    with torch.autocast("cpu", enabled=False):
+        return attend(query.float(), key.float(), value.float()).to(query.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -177,7 +189,8 @@ class Block(GradientCheckpointingLayer):
             )
             return joined.flatten(-2)
 
-        return x + block_update(self, x, attend)
+        # With a cache, widening would copy all that it holds for every token.
+        return x + block_update(self, x, attend if cache is not None else partial(float32_on_cpu, attend))
 
 
 class FilmTable(nn.Module):

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from lol.errors import UserError
-from lol.train.restore import check_config, restore_optimizer, restore_weights, split_optimizer
+from lol.train.restore import check_config, restore_optimizer, restore_weights, split_optimizer, whole_weights
 from lol.train.run_folder import CHECKPOINTS
 from lol.train.state import decode_state, encode_state
 
@@ -52,11 +52,14 @@ def save_checkpoint(
     state: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
     keep: int,
+    writes: bool = True,
 ) -> Path:
     """Write RUN/checkpoints/step-{step:08d} and return it; a kill at any moment leaves the previous one as the newest.
 
     step: optimizer steps done. state: everything else a resumed run needs, in what `state.encode_state` takes.
     keep: how many checkpoints up to this step stay, at least 1; older ones go after this one is on the disk.
+    writes: False on all ranks but one. Where ranks hold slices of the weights every rank must call this, for the folder
+    holds them whole: it is the same whatever the number of ranks that write it or read it.
 
     Raises UserError when the disk is full or cannot be written; what was there before is untouched then.
     """
@@ -65,10 +68,13 @@ def save_checkpoint(
     folder = run / CHECKPOINTS
     final = folder / f"step-{step:08d}"
     partial = folder / f"{_PARTIAL}{final.name}"
-    optimizer_tree, optimizer_tensors = split_optimizer(model, optimizer)
+    weights = whole_weights(model, keep=writes)
+    optimizer_tree, optimizer_tensors = split_optimizer(model, optimizer, keep=writes)
+    if not writes:
+        return final
     tree, tensors = encode_state({"step": step, "optimizer": optimizer_tree, "state": dict(state)})
     needed = _SMALL_FILES + sum(
-        tensor.nbytes for part in (model.state_dict(), optimizer_tensors, tensors) for tensor in part.values()
+        tensor.nbytes for part in (weights, optimizer_tensors, tensors) for tensor in part.values()
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +85,7 @@ def save_checkpoint(
         partial.mkdir()
         with no_progress_bar():
             # As the state dict names them; transformers would rename some models' weights to an older format's names.
-            model.save_pretrained(partial, save_original_format=False)
+            model.save_pretrained(partial, state_dict=weights, save_original_format=False)
         tokenizer.save_pretrained(partial)
         save_file(optimizer_tensors, partial / _OPTIMIZER)
         save_file(tensors, partial / _TENSORS)

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lol.errors import UserError
+from lol.train.parallel import spread_like, whole
 
 # Written by transformers about the file, not about the architecture; the dtype is compared tensor by tensor.
 _NOT_ARCHITECTURE = {"_name_or_path", "architectures", "auto_map", "dtype", "transformers_version"}
@@ -68,18 +69,37 @@ def restore_weights(path: Path, model: PreTrainedModel, saved: Mapping[str, torc
     def apply() -> None:
         with torch.no_grad():
             for target, source in copies:
-                target.copy_(source)
+                target.copy_(spread_like(source, target))
 
     return apply
 
 
+def whole_weights(model: PreTrainedModel, keep: bool = True) -> dict[str, torch.Tensor]:
+    """The state dict, with whole tensors where ranks hold slices; every rank must call this.
+
+    Without `keep` it is empty: this rank only gives its slices. Tied weights stay one tensor.
+    """
+    gathered: dict[int, torch.Tensor] = {}
+    result = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in gathered:
+            own = tensor.detach()
+            full = whole(own)
+            # What was gathered leaves the device at once; what was whole already need not be copied.
+            gathered[id(tensor)] = full if full is own or not keep else full.cpu()
+        if keep:
+            result[name] = gathered[id(tensor)]
+    return result
+
+
 def split_optimizer(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, keep: bool = True
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The optimizer as a tree (class, groups with their parameters' names, values that are no tensors) and tensors.
 
-    A tensor is named "{parameter}.{key}": `model.norm.weight.exp_avg`. Raises ValueError for a parameter that is not
-    the model's.
+    A tensor is named "{parameter}.{key}": `model.norm.weight.exp_avg`. Where ranks hold slices every rank must call
+    this; without `keep` the tensors are left out, for this rank only gives its slices. Raises ValueError for a
+    parameter that is not the model's.
     """
     name_of = _parameter_names(model)
     groups = [{**group, "params": _group_names(group, name_of)} for group in optimizer.param_groups]
@@ -90,9 +110,11 @@ def split_optimizer(
         values[name] = {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
+                full = whole(value.detach())
                 # Dense copies: safetensors refuses tensors that share memory or lie transposed as their weight does.
-                dense = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-                tensors[f"{name}.{key}"] = dense
+                if keep:
+                    dense = full.to("cpu", copy=True, memory_format=torch.contiguous_format)
+                    tensors[f"{name}.{key}"] = dense
             else:
                 values[name][key] = value
     return {"class": type(optimizer).__name__, "groups": groups, "values": values}, tensors
@@ -151,7 +173,7 @@ def _placed(key: str, value: Any, parameter: torch.Tensor, counts_on_device: boo
     # torch's own rule: moments lie beside their parameter, step counters on the CPU unless a kernel reads them.
     if not isinstance(value, torch.Tensor) or (key == "step" and not counts_on_device):
         return value
-    return value.to(parameter.device)
+    return spread_like(value, parameter) if value.shape == parameter.shape else value.to(parameter.device)
 
 
 def _counts_on_device(group: Mapping[str, Any]) -> bool:
