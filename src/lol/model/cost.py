@@ -282,7 +282,7 @@ def core_cache_bytes(config: LoLConfig, batch: int, dtype: torch.dtype) -> int:
 
 def cache_bytes(config: LoLConfig, num_tokens: int, batch: int, dtype: torch.dtype) -> int:
     """Bytes that a cache of texts of `num_tokens` tokens holds: prelude and coda keep every token, a windowed core the
-    tokens of one window.
+    tokens of one window. Other cores keep every token too, in steps of some room that is not counted here.
 
     Args:
         config: The model.
