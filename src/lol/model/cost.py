@@ -159,7 +159,7 @@ class Flops:
 
     @property
     def training(self) -> int:
-        """Forward and backward."""
+        """Forward and backward, of which nothing is computed again (no activation checkpointing)."""
         return 3 * self.products + 7 * self.attention // 2
 
 
@@ -212,8 +212,8 @@ def count_flops(
 ) -> ModelFlops:
     """Count what the model computes on a text of `num_tokens` tokens, with the logits of every place.
 
-    A packed row counts as one text of its length: its documents have fewer windows of full length, so this is an upper
-    bound that does not depend on the data (decided here).
+    A packed row counts as one text of its length, so that the count does not depend on the data (decided here); where
+    documents are short, attention needs less.
 
     Args:
         config: The model.

@@ -6,7 +6,7 @@ from typing import Literal
 
 from lol.errors import UserError
 from lol.model.config import LoLConfig
-from lol.model.cost import count_flops
+from lol.model.cost import count_flops, count_parameters
 from lol.train.config import TrainConfig
 from lol.train.curriculum import depth_at
 
@@ -97,3 +97,9 @@ def _total_flops(config: TrainConfig, steps: int, flops_of_depth: tuple[int, ...
         total += (end - begin) * flops
         begin = end
     return total
+
+
+def checkpoint_bytes(model: LoLConfig) -> int:
+    """Bytes of the tensors in a checkpoint: the weights and AdamW's two moments in float32, and the balancing bias."""
+    biases = model.num_experts * (1 if model.balance_scope == "global" else model.num_routed_depths)
+    return 4 * (3 * count_parameters(model).total + (biases if model.routing == "learned" else 0))

@@ -89,9 +89,7 @@ def train(config: TrainConfig, run: Path, *, resume: bool = False, bar: bool | N
             raise
         trim_metrics(run, session.step)
         log = stack.enter_context(MetricsLog(run))
-        progress = stack.enter_context(
-            Progress(session.plan.steps, session.step, enabled=bar, work=session.plan.flops)
-        )
+        progress = stack.enter_context(Progress(session.plan.steps, session.step, enabled=bar, work=session.plan.flops))
         progress.note(_describe(session))
         stopped_by = run_steps(session, log, progress)
         if stopped_by is not None:
