@@ -27,7 +27,8 @@ class Cost:
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
     folder: Annotated[Path | None, tyro.conf.arg(name="model", metavar="DIR")] = None
-    """Instead of a recipe: a run folder, a checkpoint, or a folder written by transformers."""
+    """Instead of a recipe: a run folder, a checkpoint, or a folder written by transformers. Only a run folder says how it was
+    trained."""
     contexts: tuple[int, ...] = (1024, 8192, 65536)
     """Tokens in the cache, for which its size is shown."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -195,5 +196,5 @@ def _run_facts(config: TrainConfig, plan: Plan) -> list[tuple[str, str]]:
     return [("a step", step), ("the run", run)]
 
 
-def _flop(number: float) -> str:
+def _flop(number: int | float) -> str:
     return shorten(number, "FLOP")

@@ -45,7 +45,7 @@ class Size:
 
     stored: int = 0
     active: int = 0
-    """What one token meets on its way; what it meets twice counts twice."""
+    """What one token meets on its way; a block counts as often as it runs."""
     matrices: int = 0
     """Of `stored`, the matrices of attention and SwiGLU."""
     active_matrices: int = 0
@@ -108,7 +108,7 @@ def count_parameters(config: LoLConfig, fixed: FeedForward | None = None) -> Par
     router = other = Size()
     if config.routing == "learned":
         one = d * experts + experts**2 + 2 * experts
-        # A tied router is one set of parameters that every depth shares; it is stored, and counted, once.
+        # A tied router is shared by all depths, and active once as well: it runs per window, not per token.
         router = _met_once((1 if config.tie_router else depths) * one + depths * d)
     if config.depth_film:
         other += _met_once(4 * depths * d)

@@ -1,8 +1,9 @@
 """What a run costs, step by step, and the step at which a budget ends it."""
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from lol.errors import UserError
 from lol.model.config import LoLConfig
@@ -68,11 +69,11 @@ def plan_run(config: TrainConfig, model: LoLConfig) -> Plan:
     )
     # A run of one more step costs more, whatever the growth does: a search in halves finds the longest.
     horizons = range(1, config.steps + 1)
-    used = {
+    used: dict[Limit, Callable[[int], int]] = {
         "tokens": lambda steps: steps * config.tokens_per_step,
         "flops": lambda steps: _total_flops(config, steps, flops_of_depth),
     }
-    steps, limit = config.steps, "steps"
+    steps, limit = config.steps, cast(Limit, "steps")
     for name, cost in used.items():
         budget = getattr(config.budget, name)
         if budget is None:
