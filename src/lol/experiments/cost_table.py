@@ -27,8 +27,8 @@ class Cost:
 
     config: Annotated[TrainConfig, tyro.conf.arg(name="")]
     folder: Annotated[Path | None, tyro.conf.arg(name="model", metavar="DIR")] = None
-    """Instead of a recipe: a run folder, a checkpoint, or a folder written by transformers. Only a run folder says how it was
-    trained."""
+    """Instead of a recipe: a run folder, a checkpoint, or a folder written by transformers.
+    Only a run folder says how it was trained."""
     contexts: tuple[int, ...] = (1024, 8192, 65536)
     """Tokens in the cache, for which its size is shown."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -60,7 +60,9 @@ def cost(options: Cost) -> dict[str, Any]:
     result = _numbers(config, plan, options.contexts)
     name = config.recipe if options.folder is None else str(options.folder)
     console = Console()
-    console.print(_parts_table(config, name))
+    # A path is text: no markup, no line breaks at the console's width.
+    console.print(name, markup=False, highlight=False, soft_wrap=True)
+    console.print(_parts_table(config))
     console.print()
     console.print(_facts_table(config, plan, options.contexts))
     return result
@@ -129,11 +131,11 @@ def _shares(flops: ModelFlops) -> dict[str, float]:
     return {name: part.training / flops.training for name, part in (parts | {"attention": attention}).items()}
 
 
-def _parts_table(config: TrainConfig, name: str) -> Table:
+def _parts_table(config: TrainConfig) -> Table:
     model, tokens = config.model, config.data.context_length
     counts, flops = count_parameters(model), count_flops(model, tokens)
     work = _flops_of_parts(flops)
-    table = Table(box=None, title=name, title_justify="left", title_style="bold", pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     table.add_column("")
     heads = ("stored\nparameters", "active\nper token", "FLOPs of a token\nwith weights", "forward,\nin attention")
     for column in heads:
