@@ -9,6 +9,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from lol.errors import UserError
 from lol.experiments.run_report import read_config
 from lol.model.cost import Flops, ModelFlops, cache_bytes, count_flops, count_parameters
 from lol.train.budget import Plan, checkpoint_bytes, plan_run
@@ -33,6 +34,10 @@ class Cost:
     """Tokens in the cache, for which its size is shown."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the numbers to this file."""
+
+    def __post_init__(self) -> None:
+        if not self.contexts or min(self.contexts) < 1:
+            raise UserError("contexts must be one or more numbers of tokens, each at least 1")
 
 
 def config_of(folder: Path) -> TrainConfig:
