@@ -111,6 +111,9 @@ def test_a_budget_survives_json():
 
 # --- the run
 
+# The bias rests after half of the steps.
+BALANCE = {"rate": 0.01, "stop": 0.5}
+
 
 @pytest.fixture(scope="module")
 def budget() -> dict[str, Any]:
@@ -121,7 +124,7 @@ def budget() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def straight(corpus: Path, budget: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("straight") / "run"
-    outcome = train(small_config(corpus, budget=budget), run)
+    outcome = train(small_config(corpus, budget=budget, balance=BALANCE), run)
     assert (outcome.step, outcome.stopped_by) == (6, None)
     assert outcome.summary is not None
     assert outcome.summary["ended_by"] == "flops"
@@ -137,6 +140,9 @@ def test_the_schedules_end_with_the_budget(straight: Path, corpus: Path):
         learning_rate_at(step, 6, config.optim) for step in range(6)
     ]
     assert records[-1]["learning_rate"] == pytest.approx(0.1 * config.optim.learning_rate)
+    biases = [saved_tensors(straight, step)["model.safetensors/model.expert_bias"] for step in (3, 6)]
+    assert biases[0].abs().max() > 0
+    assert torch.equal(*biases)
 
 
 def test_the_log_counts_tokens_and_flops(straight: Path, budget: dict[str, Any]):
@@ -152,7 +158,7 @@ def test_the_log_counts_tokens_and_flops(straight: Path, budget: dict[str, Any])
 def test_a_resumed_run_keeps_the_count_and_stops_at_the_same_step(
     corpus: Path, straight: Path, budget: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    run, config = tmp_path / "run", small_config(corpus, budget=budget)
+    run, config = tmp_path / "run", small_config(corpus, budget=budget, balance=BALANCE)
     with monkeypatch.context() as patch:
         stop_after(patch, 4, signal.SIGTERM)
         assert train(config, run).step == 4
@@ -163,7 +169,7 @@ def test_a_resumed_run_keeps_the_count_and_stops_at_the_same_step(
 def test_another_budget_is_another_run(corpus: Path, straight: Path, budget: dict[str, Any]):
     """It would move the schedules under the steps that are taken."""
     with pytest.raises(UserError) as caught:
-        train(small_config(corpus, budget={"flops": 2 * budget["flops"]}), straight, resume=True)
+        train(small_config(corpus, budget={"flops": 2 * budget["flops"]}, balance=BALANCE), straight, resume=True)
     assert str(caught.value).splitlines()[1:] == [
         f"  budget.flops: {budget['flops']} in the run, {2 * budget['flops']} now"
     ]
