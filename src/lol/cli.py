@@ -33,6 +33,8 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
       lol paths report --run runs/demo
   tokenizer      train a byte-level BPE
       lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
+  cost           parameters, FLOPs and bytes of a recipe or a model
+      lol cost demo --model.num-experts 16
   bench decode   time cached decoding against its alternatives
   bench core     time the dispatch of a routed depth against its alternatives
       lol bench core --json core.json
@@ -213,20 +215,32 @@ def tokenizer(args: list[str]) -> int:
     return 0
 
 
+def cost(args: list[str]) -> int:
+    from lol.experiments.cost_table import Cost, config_of
+    from lol.experiments.cost_table import cost as print_cost
+    from lol.train.recipes import recipe
+
+    if args and not args[0].startswith("-"):
+        args = ["--recipe", *args]
+    folder = _flag(args, "--model", default="")
+    config = config_of(Path(folder)) if folder else recipe(_flag(args, "--recipe", default="demo"))
+    return _write_numbers(_parse(Cost, "cost", args, default=Cost(config)), print_cost)
+
+
 def bench_core(args: list[str]) -> int:
     from lol.bench.core import BenchCore, bench
 
-    return _run_bench(_parse(BenchCore, "bench core", args), bench)
+    return _write_numbers(_parse(BenchCore, "bench core", args), bench)
 
 
 def bench_decode(args: list[str]) -> int:
     from lol.bench.decode import BenchDecode, bench
 
-    return _run_bench(_parse(BenchDecode, "bench decode", args), bench)
+    return _write_numbers(_parse(BenchDecode, "bench decode", args), bench)
 
 
-def _run_bench(command: Any, bench: Callable[[Any], dict[str, Any]]) -> int:
-    result = bench(command)
+def _write_numbers(command: Any, verb: Callable[[Any], dict[str, Any]]) -> int:
+    result = verb(command)
     if command.json is not None:
         command.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
@@ -239,6 +253,7 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("paths", "show"): paths_show,
     ("paths", "report"): paths_report,
     ("tokenizer",): tokenizer,
+    ("cost",): cost,
     ("bench", "core"): bench_core,
     ("bench", "decode"): bench_decode,
 }

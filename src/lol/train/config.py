@@ -89,6 +89,16 @@ class GrowthConfig:
 
 
 @dataclass(frozen=True)
+class BudgetConfig:
+    """What a run may use up. It ends before the first step that would exceed a budget; schedules end there too."""
+
+    tokens: int | None = None
+    """Tokens to train on; without it, as many as the steps take."""
+    flops: int | float | None = None
+    """Floating-point operations of training, as `lol cost` counts them; without it, as many as the steps take."""
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """Measuring on held-out rows."""
 
@@ -111,9 +121,10 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     growth: GrowthConfig = field(default_factory=GrowthConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     steps: int = 1000
-    """Optimizer steps."""
+    """Optimizer steps; a budget may end the run before."""
     batch_size: int = 16
     """Rows in a forward pass."""
     accumulation: int = 1
@@ -133,6 +144,9 @@ class TrainConfig:
                 raise UserError(f"{place} must be {fix}, not {value}")
         if not all(0 <= beta < 1 for beta in self.optim.betas):
             raise UserError(f"optim.betas must be two numbers from 0 to below 1, not {self.optim.betas}")
+        for name, budget in dataclasses.asdict(self.budget).items():
+            if budget is not None and not 0 < budget < math.inf:
+                raise UserError(f"budget.{name} must be positive and finite, or None for no budget, not {budget}")
         depths, initial = self.model.num_routed_depths, self.growth.initial_depth
         if initial is not None and not 1 <= initial <= max(depths, 1):
             raise UserError(f"growth.initial_depth={initial}, but the model has {depths} routed depths: 1 to {depths}")
@@ -196,7 +210,7 @@ def from_json(values: dict[str, Any]) -> TrainConfig:
         UserError: a field that does not exist.
     """
     sections = {"data": DataConfig, "optim": OptimConfig, "balance": BalanceConfig, "growth": GrowthConfig}
-    sections |= {"eval": EvalConfig, "model": LoLConfig}
+    sections |= {"budget": BudgetConfig, "eval": EvalConfig, "model": LoLConfig}
     try:
         if "betas" in values.get("optim", {}):
             values = values | {"optim": values["optim"] | {"betas": tuple(values["optim"]["betas"])}}

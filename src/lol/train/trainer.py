@@ -22,14 +22,14 @@ from lol.model.config import LoLConfig
 from lol.model.cost import count_parameters
 from lol.model.lm import LoLForCausalLM
 from lol.train.balance import global_auxiliary_loss, sequence_auxiliary_losses, update_bias
+from lol.train.budget import Plan, plan_run
 from lol.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from lol.train.config import TrainConfig, as_json
-from lol.train.curriculum import depth_at
 from lol.train.evaluate import Evaluation, evaluate
 from lol.train.interrupt import Interrupt
 from lol.train.metrics import MetricsLog, trim_metrics
 from lol.train.optim import learning_rate_at, make_optimizer
-from lol.train.progress import Progress
+from lol.train.progress import Progress, shorten
 from lol.train.run_folder import CHECKPOINTS, open_run
 from lol.train.state import rng_state, set_rng_state
 
@@ -49,8 +49,10 @@ class Session:
     loader: PackedLoader
     train_documents: IterableDataset
     held_out: list[Row]
+    plan: Plan
     step: int = 0
     tokens: int = 0
+    flops: int = 0
     seconds: float = 0.0
 
 
@@ -87,9 +89,7 @@ def train(config: TrainConfig, run: Path, *, resume: bool = False, bar: bool | N
             raise
         trim_metrics(run, session.step)
         log = stack.enter_context(MetricsLog(run))
-        progress = stack.enter_context(
-            Progress(config.steps, session.step, enabled=bar, work=lambda step: _relative_cost(config, step))
-        )
+        progress = stack.enter_context(Progress(session.plan.steps, session.step, enabled=bar, work=session.plan.flops))
         progress.note(_describe(session))
         stopped_by = run_steps(session, log, progress)
         if stopped_by is not None:
@@ -121,6 +121,7 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None) -> Session:
         loader=make_loader(packed, config.batch_size, data.num_workers),
         train_documents=train_documents,
         held_out=held_out_rows(held_out_documents, tokenizer, data.context_length, config.eval.rows),
+        plan=plan_run(config, model.config),
     )
     if checkpoint is not None:
         _restore(session, checkpoint)
@@ -138,7 +139,7 @@ def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | No
     session.model.train()
     rows = iter(session.loader)
     with Interrupt() as interrupt:
-        while session.step < config.steps:
+        while session.step < session.plan.steps:
             began = time.monotonic()
             batches = [next(rows) for _ in range(config.accumulation)]
             record = take_step(session, batches)
@@ -146,7 +147,7 @@ def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | No
             record["tokens_per_second"] = round(config.tokens_per_step / (time.monotonic() - began), 1)
             log.write(record)
             held_out = None
-            last = session.step == config.steps
+            last = session.step == session.plan.steps
             if config.eval.every and (session.step % config.eval.every == 0 or last):
                 held_out = evaluate(session.model, session.held_out, config.batch_size, record["depth"])
                 log.write({"event": "eval", "step": session.step, "loss": held_out.loss, "depth": record["depth"]})
@@ -154,6 +155,7 @@ def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | No
                 session.step,
                 loss=record["loss"],
                 tokens=config.tokens_per_step,
+                spent=f"{shorten(session.tokens)} tokens, {shorten(session.flops, 'FLOP')}",
                 depth=record["depth"],
                 depths=config.model.num_routed_depths,
                 heldout=held_out.loss if held_out else None,
@@ -169,9 +171,9 @@ def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | No
 
 def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
     """One optimizer step over the micro-batches: as if they were one batch. Returns its record for the log."""
-    config, model, step = session.config, session.model, session.step
-    depth = depth_at(step, config)
-    learning_rate = learning_rate_at(step, config.steps, config.optim)
+    config, model, plan, step = session.config, session.model, session.plan, session.step
+    depth = plan.depth(step)
+    learning_rate = learning_rate_at(step, plan.steps, config.optim)
     for group in session.optimizer.param_groups:
         group["lr"] = learning_rate
     targets = sum(int((batch["position_ids"] > 0).sum()) for batch in batches)
@@ -202,14 +204,16 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
     session.optimizer.step()
     session.optimizer.zero_grad(set_to_none=True)
     if model.model.expert_bias is not None:
-        update_bias(model.model.expert_bias, load, config.balance, step, config.steps)
+        update_bias(model.model.expert_bias, load, config.balance, step, plan.steps)
     session.step += 1
     session.tokens += config.tokens_per_step
+    session.flops += plan.flops(step)
     return {
         "event": "train",
         "step": session.step,
         "loss": loss.item(),
         "tokens": session.tokens,
+        "flops": session.flops,
         "depth": depth,
         "learning_rate": learning_rate,
         "grad_norm": norm.item(),
@@ -227,6 +231,8 @@ def summarize(session: Session) -> dict[str, Any]:
         "step": session.step,
         "held_out_loss": result.loss,
         "tokens": session.tokens,
+        "flops": session.flops,
+        "ended_by": session.plan.limit,
         "seconds": round(session.seconds, 1),
         "parameters": count_parameters(session.model.config).total,
         "busiest_block_share": result.busiest_share,
@@ -310,6 +316,7 @@ def _save(session: Session) -> None:
         "config": as_json(session.config),
         "step": session.step,
         "tokens": session.tokens,
+        "flops": session.flops,
         "seconds": session.seconds,
         "loader": session.loader.state_dict(),
         "rng": rng_state(),
@@ -334,23 +341,18 @@ def _restore(session: Session, checkpoint: Path) -> None:
     state = load_checkpoint(checkpoint, session.model, session.optimizer)
     session.loader.load_state_dict(state["loader"])
     set_rng_state(state["rng"])
-    session.step, session.tokens, session.seconds = state["step"], state["tokens"], state["seconds"]
-
-
-def _relative_cost(config: TrainConfig, step: int) -> float:
-    """Cost of a step in blocks: a layer is one, the head counts by its size."""
-    model = config.model
-    counts = count_parameters(model)
-    layers = model.num_prelude_layers + model.num_coda_layers + depth_at(step, config)
-    return layers + model.vocab_size * model.hidden_size / counts.block
+    for name in ("step", "tokens", "flops", "seconds"):
+        setattr(session, name, state[name])
 
 
 def _describe(session: Session) -> str:
-    model, config = session.model.config, session.config
+    model, config, plan = session.model.config, session.config, session.plan
     counts = count_parameters(model)
     resumed = f", resumed at step {session.step}" if session.step else ""
+    budget = f", as many of {config.steps:,} as budget.{plan.limit} allows" if plan.limit != "steps" else ""
     return (
         f"{counts.total / 1e6:.1f} M parameters: {model.num_experts} blocks over {model.num_routed_depths} depths, "
         f"{model.num_prelude_layers}+{model.num_coda_layers} fixed layers, vocabulary {model.vocab_size:,}; "
-        f"{config.steps:,} steps of {config.tokens_per_step:,} tokens from {config.data.source}{resumed}"
+        f"{plan.steps:,} steps of {config.tokens_per_step:,} tokens from {config.data.source}, "
+        f"{shorten(plan.total_flops, 'FLOP')}{budget}{resumed}"
     )
