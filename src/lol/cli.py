@@ -70,11 +70,13 @@ def train(args: list[str]) -> int:
     command = _parse(Train, "train", args, default=default)
     outcome = run_training(command.config, command.run, resume=command.resume)
     if outcome.stopped_by is not None:
-        print(
-            f"stopped by {outcome.stopped_by} after step {outcome.step}; a checkpoint is written. Go on with --resume."
-        )
+        if outcome.is_main:
+            print(
+                f"stopped by {outcome.stopped_by} after step {outcome.step}; a checkpoint is written. Go on with --resume."
+            )
         return 130 if outcome.stopped_by == "SIGINT" else 143
-    print(_summary_lines(outcome.summary or {}))
+    if outcome.is_main:
+        print(_summary_lines(outcome.summary or {}))
     return 0
 
 

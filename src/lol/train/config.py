@@ -11,6 +11,9 @@ import tyro
 from lol.errors import UserError
 from lol.model.config import LoLConfig
 
+Parallel = Literal["none", "ddp", "fsdp2", "hsdp"]
+Precision = Literal["float32", "bf16"]
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -126,11 +129,18 @@ class TrainConfig:
     steps: int = 1000
     """Optimizer steps; a budget may end the run before."""
     batch_size: int = 16
-    """Rows in a forward pass."""
+    """Rows in a forward pass, of all processes together."""
     accumulation: int = 1
     """Forward passes in an optimizer step."""
     seed: int = 0
     """Decides initial weights, data order and noise."""
+    parallel: Parallel = "none"
+    """How processes that torchrun started share the work: the whole model on each (ddp), its weights in slices (fsdp2),
+    or in slices inside each machine (hsdp)."""
+    precision: Precision = "float32"
+    """bf16 computes products in bfloat16; weights, moments, routing, norms and attention on a CPU stay float32."""
+    activation_checkpointing: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Compute layers and depths again in the backward pass, in place of keeping what they computed."""
     checkpoint_every: int = 1000
     """Steps between checkpoints; 0 writes only the last one."""
     keep_checkpoints: int = 2

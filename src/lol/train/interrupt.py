@@ -7,6 +7,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = tuple(number.name for number in _SIGNALS)
+"""Names of the signals that stop a run."""
 
 
 class Interrupt:

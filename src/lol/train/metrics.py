@@ -23,11 +23,12 @@ class MetricsLog:
 
     Every record has an int "step". Write a step's records *before* its checkpoint: `trim_metrics` keeps what is at or
     before the checkpoint's step. Each line goes to the operating system at once, so a killed process loses nothing;
-    call `sync` at a checkpoint, so that a power cut loses nothing before it either.
+    call `sync` at a checkpoint, so that a power cut loses nothing before it either. Where several processes train
+    together, one writes.
     """
 
-    def __init__(self, run: Path) -> None:
-        self._file = (run / FILE).open("a", encoding="utf-8")
+    def __init__(self, run: Path, writes: bool = True) -> None:
+        self._file = (run / FILE).open("a", encoding="utf-8") if writes else None
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record of JSON values. Raises ValueError without an int "step", TypeError for what JSON lacks."""
@@ -35,15 +36,19 @@ class MetricsLog:
             raise ValueError(
                 f'a metrics record needs an int "step", without which a resumed run cannot cut it: {record}'
             )
+        if self._file is None:
+            return
         self._file.write(json.dumps(json_safe(record), allow_nan=False) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
         """Wait until the lines are on the disk."""
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> "MetricsLog":
         return self

@@ -12,7 +12,7 @@ _NO_DECAY = ("norm", "bias", "depth_embedding", "filler_embedding", "film", "inj
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only.
+    """AdamW with weight decay on matrices only, in one kernel for all parameters.
 
     The library is one stack, so a block that no window chose has a gradient of 0, not none: AdamW still decays it and
     lets its moments fade.
@@ -22,7 +22,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         is_matrix = parameter.ndim >= 2 and not any(part in name for part in _NO_DECAY)
         (decayed if is_matrix else others).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 
 
 def learning_rate_at(step: int, steps: int, config: OptimConfig) -> float:

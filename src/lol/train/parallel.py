@@ -17,10 +17,10 @@ ranks whose windows choose different blocks cannot get out of step. (Decided her
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lol.errors import UserError
 from lol.model.lm import LoLForCausalLM
-
-Mode = Literal["none", "ddp", "fsdp2", "hsdp"]
-Precision = Literal["float32", "bf16"]
+from lol.train.config import Parallel, Precision
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,13 @@ class World:
         parts = flat.split([tensor.numel() for tensor in tensors])
         return [part.view(own.shape).to(own.dtype) for part, own in zip(parts, tensors, strict=True)]
 
+    def agree(self, own: str | None, choices: Sequence[str]) -> str | None:
+        """The first of `choices` that some rank has as its `own`, on every rank; `None` if no rank has one."""
+        if self.size == 1:
+            return own
+        [counts] = self.add_up(torch.tensor([own == choice for choice in choices], device=self.device).long())
+        return next((choice for choice, count in zip(choices, counts.tolist(), strict=True) if count), None)
+
     def from_main(self, make: Callable[[], Any]) -> Any:
         """What `make` returns on rank 0, which alone calls it, on every rank; any value that can be pickled.
 
@@ -88,7 +93,7 @@ class World:
 
 
 @contextmanager
-def join_world(mode: Mode) -> Iterator[World]:
+def join_world(mode: Parallel) -> Iterator[World]:
     """The world that torchrun's environment describes, with its process group; without torchrun a world of one.
 
     Raises:
@@ -122,7 +127,7 @@ def join_world(mode: Mode) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def parallelize(model: LoLForCausalLM, mode: Mode, world: World, precision: Precision = "float32") -> nn.Module:
+def parallelize(model: LoLForCausalLM, mode: Parallel, world: World, precision: Precision = "float32") -> nn.Module:
     """Spread the model over the world; the module to call for a training pass, whose gradients are summed over ranks.
 
     FSDP2 and HSDP change the model itself: its parameters become DTensors under the same names, so make the optimizer
@@ -162,7 +167,7 @@ def _sum_bucket(_state: None, bucket: Any) -> torch.futures.Future[Tensor]:
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _mesh(mode: Mode, world: World) -> DeviceMesh:
+def _mesh(mode: Parallel, world: World) -> DeviceMesh:
     kind = world.device.type
     if mode == "fsdp2":
         return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))

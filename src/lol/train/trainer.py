@@ -3,14 +3,15 @@
 import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import IterableDataset
-from torch import Tensor
+from rich.console import Console
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, set_seed
 
 from lol.data.ngram import NGramBaselines
@@ -26,15 +27,17 @@ from lol.train.budget import Plan, plan_run
 from lol.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from lol.train.config import TrainConfig, as_json
 from lol.train.evaluate import Evaluation, evaluate
-from lol.train.interrupt import Interrupt
+from lol.train.interrupt import SIGNALS, Interrupt
+from lol.train.metrics import FILE as METRICS
 from lol.train.metrics import MetricsLog, trim_metrics
 from lol.train.optim import learning_rate_at, make_optimizer
+from lol.train.parallel import World, autocast, clip_gradients, join_world, parallelize, passes_on, release
 from lol.train.progress import Progress, shorten
 from lol.train.run_folder import CHECKPOINTS, open_run
 from lol.train.state import rng_state, set_rng_state
 
-# What a resumed run may change: it decides what is kept and shown, not what is computed.
-MAY_DIFFER = ("checkpoint_every", "keep_checkpoints", "eval.ngrams")
+# What a resumed run may change: it decides what is kept and shown, and where and when it is computed, not what.
+MAY_DIFFER = ("checkpoint_every", "keep_checkpoints", "eval.ngrams", "parallel", "activation_checkpointing")
 
 
 @dataclass
@@ -44,7 +47,10 @@ class Session:
     config: TrainConfig
     run: Path
     tokenizer: PreTrainedTokenizerFast
+    world: World
     model: LoLForCausalLM
+    module: nn.Module
+    """What a training pass calls: the model, or what sums its gradients over processes."""
     optimizer: torch.optim.Optimizer
     loader: PackedLoader
     train_documents: IterableDataset
@@ -64,6 +70,8 @@ class Outcome:
     step: int
     summary: dict[str, Any] | None
     stopped_by: str | None
+    is_main: bool = True
+    """Whether this process is the one of its world that prints."""
 
 
 def train(config: TrainConfig, run: Path, *, resume: bool = False, bar: bool | None = None) -> Outcome:
@@ -79,44 +87,68 @@ def train(config: TrainConfig, run: Path, *, resume: bool = False, bar: bool | N
         UserError: something in the configuration, the data or the folder; nothing was overwritten.
     """
     with ExitStack() as stack:
-        folder = stack.enter_context(open_run(run, as_json(config), resume=resume, may_differ=MAY_DIFFER))
-        checkpoint = _newest(run) if resume else None
-        try:
-            session = prepare(config, run, checkpoint)
-        except BaseException:
-            if not resume:
-                folder.discard()
-            raise
-        trim_metrics(run, session.step)
-        log = stack.enter_context(MetricsLog(run))
-        progress = stack.enter_context(Progress(session.plan.steps, session.step, enabled=bar, work=session.plan.flops))
+        world = stack.enter_context(join_world(config.parallel))
+        if config.batch_size % world.size:
+            raise UserError(
+                f"batch_size={config.batch_size} rows cannot be shared by {world.size} processes: give a multiple of it"
+            )
+
+        def open_folder() -> Path | None:
+            stack.enter_context(_run_folder(config, run, resume))
+            return _newest(run) if resume else None
+
+        session = prepare(config, run, world.from_main(open_folder), world)
+        if world.is_main:
+            trim_metrics(run, session.step)
+        log = stack.enter_context(MetricsLog(run, writes=world.is_main))
+        console = None if world.is_main else Console(quiet=True)
+        progress = stack.enter_context(
+            Progress(session.plan.steps, session.step, enabled=bar, work=session.plan.flops, console=console)
+        )
         progress.note(_describe(session))
         stopped_by = run_steps(session, log, progress)
         if stopped_by is not None:
-            return Outcome(run, session.step, None, stopped_by)
+            return Outcome(run, session.step, None, stopped_by, world.is_main)
         summary = summarize(session)
         log.write(summary)
-    return Outcome(run, session.step, summary, None)
+    return Outcome(run, session.step, summary, None, world.is_main)
 
 
-def prepare(config: TrainConfig, run: Path, checkpoint: Path | None) -> Session:
+@contextmanager
+def _run_folder(config: TrainConfig, run: Path, resume: bool) -> Iterator[None]:
+    """The run folder, locked; a start that fails before the first step leaves none behind."""
+    with open_run(run, as_json(config), resume=resume, may_differ=MAY_DIFFER) as folder:
+        try:
+            yield
+        except BaseException:
+            if not resume and not (run / METRICS).exists():
+                folder.discard()
+            raise
+
+
+def prepare(config: TrainConfig, run: Path, checkpoint: Path | None, world: World | None = None) -> Session:
     """Data, tokenizer, model and optimizer; from the checkpoint's state if there is one."""
+    world = world or World()
     data = config.data
     train_documents, held_out_documents = _open_sides(config)
-    tokenizer = _tokenizer(config, train_documents, checkpoint)
+    tokenizer = world.from_main(lambda: _tokenizer(config, train_documents, checkpoint))
     packed = PackedDocuments(
         train_documents, tokenizer, data.context_length, seed=config.seed, shuffle_buffer=data.shuffle_buffer
     )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # Python's and numpy's generators too: what a user adds may draw from them, and a checkpoint keeps them.
     set_seed(config.seed)
     model = LoLForCausalLM(_model_config(config, tokenizer))
-    model.to(device)  # pyright: ignore[reportArgumentType]
+    model.to(world.device)  # pyright: ignore[reportArgumentType]
+    if config.activation_checkpointing:
+        model.activation_checkpointing_enable()
+    module = parallelize(model, config.parallel, world, config.precision)
     session = Session(
         config=config,
         run=run,
         tokenizer=tokenizer,
+        world=world,
         model=model,
+        module=module,
         optimizer=make_optimizer(model, config.optim),
         loader=make_loader(packed, config.batch_size, data.num_workers),
         train_documents=train_documents,
@@ -149,7 +181,7 @@ def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | No
             held_out = None
             last = session.step == session.plan.steps
             if config.eval.every and (session.step % config.eval.every == 0 or last):
-                held_out = evaluate(session.model, session.held_out, config.batch_size, record["depth"])
+                held_out = _measure(session, record["depth"])
                 log.write({"event": "eval", "step": session.step, "loss": held_out.loss, "depth": record["depth"]})
             progress.update(
                 session.step,
@@ -161,17 +193,22 @@ def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | No
                 heldout=held_out.loss if held_out else None,
             )
             due = config.checkpoint_every and session.step % config.checkpoint_every == 0
-            if due or last or interrupt.requested:
+            stopped_by = session.world.agree(interrupt.signal, SIGNALS)
+            if due or last or stopped_by:
                 log.sync()
                 _save(session)
-            if interrupt.requested and not last:
-                return interrupt.signal
+            if stopped_by and not last:
+                return stopped_by
     return None
 
 
 def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """One optimizer step over the micro-batches: as if they were one batch. Returns its record for the log."""
+    """One optimizer step over the micro-batches, as if they were one batch. Returns its record for the log.
+
+    Every rank is given all rows and computes its own; what is counted and summed is that of all ranks.
+    """
     config, model, plan, step = session.config, session.model, session.plan, session.step
+    world, passes = session.world, len(batches) * session.world.size
     depth = plan.depth(step)
     learning_rate = learning_rate_at(step, plan.steps, config.optim)
     for group in session.optimizer.param_groups:
@@ -181,20 +218,24 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
     loss, entropy = torch.zeros((), device=model.device), torch.zeros((), device=model.device)
     load = torch.zeros(depth, config.model.num_experts, dtype=torch.long, device=model.device)
     for index, batch in enumerate(batches):
-        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        output = model(
-            **batch,
-            labels=batch["input_ids"],
-            num_depths=depth,
-            generator=_noise_generator(config.seed, step, index),
-            output_router_logits=True,
-            num_items_in_batch=targets,
-        )
-        (output.loss + _balance_loss(output, config, documents, len(batches))).backward()
+        own = {name: tensor.to(model.device) for name, tensor in world.rows(batch).items()}
+        with passes_on(session.module, last=index == len(batches) - 1):
+            with autocast(config.precision, world.device):
+                output = session.module(
+                    **own,
+                    labels=own["input_ids"],
+                    num_depths=depth,
+                    generator=_noise_generator(config.seed, step, index, world.rank),
+                    output_router_logits=True,
+                    num_items_in_batch=targets,
+                )
+                total = output.loss + _balance_loss(output, config, documents, passes)
+            total.backward()
         loss += output.loss.detach()
         load += output.routing.load
-        entropy += _router_entropy(output) / len(batches)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip_norm or float("inf"))
+        entropy += _router_entropy(output) / passes
+    loss, load, entropy = world.add_up(loss, load, entropy)
+    norm = clip_gradients(model.parameters(), config.optim.clip_norm or float("inf"))
     if not torch.isfinite(loss) or not torch.isfinite(norm):
         raise UserError(
             f"step {step + 1}: the loss is {loss.item():.4g} and the gradient's norm {norm.item():.4g}; training stops "
@@ -225,7 +266,7 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
 def summarize(session: Session) -> dict[str, Any]:
     """What the run came to: the held-out loss beside those of counted models, and the use of the blocks."""
     config = session.config
-    result: Evaluation = evaluate(session.model, session.held_out, config.batch_size, config.model.num_routed_depths)
+    result = _measure(session, config.model.num_routed_depths)
     summary = {
         "event": "summary",
         "step": session.step,
@@ -238,13 +279,22 @@ def summarize(session: Session) -> dict[str, Any]:
         "busiest_block_share": result.busiest_share,
         "load": result.load.tolist(),
     }
-    if config.eval.ngrams:
+    if config.eval.ngrams and session.world.is_main:
         counts = NGramBaselines.count(
             token_documents(session.train_documents, session.tokenizer), session.model.config.vocab_size
         )
         summary["unigram_loss"] = counts.unigram_loss(session.held_out)
         summary["bigram_loss"] = counts.bigram_loss(session.held_out)
     return summary
+
+
+def _measure(session: Session, depth: int) -> Evaluation:
+    """Every rank measures all held-out rows: they are few, and the result is the same to the last bit."""
+    config = session.config
+    with autocast(config.precision, session.world.device):
+        result = evaluate(session.model, session.held_out, config.batch_size, depth)
+    release(session.model)
+    return result
 
 
 def _open_sides(config: TrainConfig) -> tuple[IterableDataset, IterableDataset]:
@@ -282,13 +332,13 @@ def _model_config(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> Lo
     return LoLConfig(**fields)
 
 
-def _balance_loss(output: Any, config: TrainConfig, documents: int, batches: int) -> Tensor | float:
-    """The auxiliary loss of a micro-batch, its share of the step's."""
+def _balance_loss(output: Any, config: TrainConfig, documents: int, passes: int) -> Tensor | float:
+    """The auxiliary loss of a forward pass, its share of the step's; the global one is that of each pass by itself."""
     if output.router_logits is None or not output.router_logits:
         return 0.0
     balance = config.balance
     if balance.strategy == "aux_loss":
-        return balance.global_aux * global_auxiliary_loss(output.router_logits, output.routing, balance) / batches
+        return balance.global_aux * global_auxiliary_loss(output.router_logits, output.routing, balance) / passes
     if balance.strategy == "none" or balance.sequence_aux == 0:
         return 0.0
     losses = sequence_auxiliary_losses(output.router_logits, output.routing, balance)
@@ -305,9 +355,10 @@ def _router_entropy(output: Any) -> Tensor | float:
     return -(log_probability.exp() * log_probability).sum(-1).mean()
 
 
-def _noise_generator(seed: int, step: int, batch: int) -> torch.Generator:
+def _noise_generator(seed: int, step: int, batch: int, rank: int) -> torch.Generator:
     """The router's noise is a function of the seed and the place in the run, so a resumed run draws the same."""
-    digest = hashlib.sha256(f"router noise {seed} {step} {batch}".encode()).digest()
+    place = f"router noise {seed} {step} {batch}" + (f" {rank}" if rank else "")
+    digest = hashlib.sha256(place.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
 
 
@@ -321,10 +372,17 @@ def _save(session: Session) -> None:
         "loader": session.loader.state_dict(),
         "rng": rng_state(),
     }
-    save_checkpoint(
-        session.run, session.step, session.model, session.optimizer, state, session.tokenizer,
-        keep=session.config.keep_checkpoints,
-    )  # fmt: skip
+
+    def save() -> None:
+        save_checkpoint(
+            session.run, session.step, session.model, session.optimizer, state, session.tokenizer,
+            keep=session.config.keep_checkpoints, writes=session.world.is_main,
+        )  # fmt: skip
+
+    if not session.world.is_main:
+        save()
+    # The others wait: one that ended while rank 0 writes would have torchrun end rank 0 too.
+    session.world.from_main(save)
 
 
 def _newest(run: Path) -> Path | None:
