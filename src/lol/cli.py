@@ -23,6 +23,7 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   train          train a model, or go on with a run
       lol train --recipe demo --run runs/demo
       lol train --run runs/mine --data my-text.txt --steps 500
+      lol train --run runs/both --data de.txt=0.3 en.txt=0.7
   generate       continue a prompt; --path forces blocks
       lol generate --model runs/demo --prompt "import os"
   paths show     print the block of every window and depth of a text
@@ -317,8 +318,10 @@ def _flag(args: list[str], flag: str, default: str) -> str:
 
 def _summary_lines(summary: dict[str, Any]) -> str:
     losses = [("this model", summary["held_out_loss"])]
+    losses += [(f"  {source}", loss) for source, loss in summary.get("losses", {}).items()]
     losses += [(name, summary[f"{name}_loss"]) for name in ("bigram", "unigram") if f"{name}_loss" in summary]
     lines = ["held-out loss, nats per token:"]
-    lines += [f"  {name:<12}{loss:.3f}" for name, loss in losses]
+    width = max(12, *(len(name) + 2 for name, _ in losses))
+    lines += [f"  {name:<{width}}{loss:.3f}" for name, loss in losses]
     lines.append(f"busiest block: {100 * summary['busiest_block_share']:.0f} % of the held-out windows")
     return "\n".join(lines)
