@@ -166,13 +166,14 @@ class MixedRows(TorchIterableDataset):
 
     def __iter__(self) -> Iterator[Row]:
         shares = list(self.shares.values())
-        leads = torch.rand(len(shares), generator=generator_of(self.seed, *self.streams[0].part), dtype=torch.float64)
+        part = self.streams[0].part
+        generator = generator_of(self.seed, part.index, part.parts)
+        leads = torch.rand(len(shares), generator=generator, dtype=torch.float64).tolist()
         rows = [iter(stream) for stream in self.streams]
         while True:
             number = sum(self._given) + 1
             behind = [
-                share * number + lead - given
-                for share, lead, given in zip(shares, leads.tolist(), self._given, strict=True)
+                share * number + lead - given for share, lead, given in zip(shares, leads, self._given, strict=True)
             ]
             chosen = behind.index(max(behind))
             row = next(rows[chosen])

@@ -19,7 +19,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from datasets import IterableDataset
@@ -29,10 +29,11 @@ from lol.errors import UserError
 # Documents per read of the source.
 READ_BATCH = 64
 # A part may be without a document in one epoch and have some in the next, where the cuts lie elsewhere.
-_EMPTY_EPOCHS = 4
+_EMPTY_EPOCHS = 64
 
 
-class Part(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Part:
     """The share of one of `parts` processes."""
 
     index: int = 0
@@ -101,7 +102,7 @@ class DocumentOrder:
 
     def permutation(self, part: Part, block: Place, length: int) -> list[int]:
         """The order in which a block's texts are used."""
-        return permutation(length, self.seed, block.epoch, block.shard, block.document, *part)
+        return permutation(length, self.seed, block.epoch, block.shard, block.document, part.index, part.parts)
 
     def _epoch(self, part: Part, start: Place) -> Iterator[tuple[Place, list[str]]]:
         block, texts = start, []
