@@ -172,8 +172,8 @@ class TrainTokenizer:
     Example: lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
     """
 
-    data: str
-    """Text file, folder, .jsonl, .parquet, hf:NAME[:CONFIG][:SPLIT], or stdlib."""
+    data: str | tuple[str, ...]
+    """Text file, folder, .jsonl, .parquet, hf:NAME[:CONFIG][:SPLIT], or stdlib; or several, each SOURCE[=WEIGHT]."""
     out: Path
     """Folder to write; must not exist yet."""
     vocab_size: int = 4096
@@ -183,14 +183,14 @@ class TrainTokenizer:
 
 
 def tokenizer(args: list[str]) -> int:
-    from lol.data.text import open_documents
+    from lol.data.mixture import mixed_texts, open_sources
     from lol.data.tokenizer import train_tokenizer
 
     command = _parse(TrainTokenizer, "tokenizer", args)
     if command.out.exists():
         raise UserError(f"{command.out} exists already: name a new folder as --out")
-    documents = open_documents(command.data, text_column=command.text_column)
-    trained = train_tokenizer((document["text"] for document in documents), command.vocab_size)
+    sources = open_sources(command.data, text_column=command.text_column)
+    trained = train_tokenizer(mixed_texts(sources), command.vocab_size)
     trained.save_pretrained(command.out)
     print(f"written: {command.out} ({len(trained):,} tokens)")
     return 0
