@@ -171,6 +171,18 @@ def test_another_mixture_is_refused(tokenizer, files):
             MixedRows(open_sources(others), tokenizer, 24).load_state_dict(state)
 
 
+def test_a_place_of_an_earlier_version_is_refused(tokenizer, files):
+    with pytest.raises(UserError, match="another version of lol"):
+        MixedRows(open_sources(files[0]), tokenizer, 24).load_state_dict({"made_with": {}, "cursor": {}})
+
+
+def test_a_new_iterator_goes_on(tokenizer, files):
+    sources = open_sources(files)
+    mixed = MixedRows(sources, tokenizer, 24)
+    rows = list(islice(mixed, 7)) + list(islice(mixed, 9))
+    assert equal(rows, list(islice(MixedRows(sources, tokenizer, 24), 16)))
+
+
 # Held out
 
 

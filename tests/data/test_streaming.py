@@ -11,6 +11,7 @@ from datasets import IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lol.data.loader import make_loader
 from lol.data.order import READ_BATCH
 from lol.data.packing import PackedDocuments
 from lol.data.text import open_documents, split_documents
@@ -56,6 +57,29 @@ def test_resuming_a_hub_stream_goes_on_with_exactly_the_next_row(tokenizer, hub_
     found = list(islice(resumed, 150))
     for key in ("input_ids", "position_ids"):
         assert torch.equal(torch.stack([row[key] for row in found]), torch.stack([row[key] for row in expected]))
+
+
+@pytest.mark.slow
+def test_resuming_a_hub_stream_with_two_workers_of_the_second_rank(tokenizer, hub_documents):
+    """Five files for four readers, the place in the middle of the first epoch."""
+
+    def fresh():
+        packed = PackedDocuments(hub_documents, tokenizer, 16, shuffle_buffer=30, rank=1, world_size=2)
+        return make_loader(packed, 3, num_workers=2)
+
+    loader = fresh()
+    batches = iter(loader)
+    for _ in range(17):
+        next(batches)
+    assert loader.epochs == {"data": 0}
+    state = json.loads(json.dumps(loader.state_dict()))
+    expected = [next(batches)["input_ids"] for _ in range(60)]
+    assert loader.epochs["data"] > 0
+    del batches
+    resumed = fresh()
+    resumed.load_state_dict(state)
+    for batch, wanted in zip(resumed, expected, strict=False):
+        assert torch.equal(batch["input_ids"], wanted)
 
 
 class Counted:

@@ -2,11 +2,13 @@
 
 import json
 import signal
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
-from lol.data.mixture import held_out_rows_by_source, open_sources, split_sources
+from lol.data.mixture import MixedRows, held_out_rows_by_source, open_sources, split_sources
 from lol.data.tokenizer import load_tokenizer
 from lol.errors import UserError
 from lol.train.config import as_json, from_json
@@ -96,6 +98,21 @@ def test_a_stopped_run_goes_on_with_the_same_mixture(
         assert train(config, tmp_path / "run").stopped_by == "SIGTERM"
     assert train(config, tmp_path / "run", resume=True).step == 8
     assert_same_run(tmp_path / "straight", tmp_path / "run", 8)
+
+
+@torch.no_grad()
+def test_no_document_of_a_row_sees_another(run: Path, files: list[str]) -> None:
+    """In rows as they are trained on, every document's logits are those it has alone."""
+    model, tokenizer = load_model(run)
+    rows = MixedRows(open_sources(files, document_chars=40), tokenizer, 200)
+    model.eval()
+    for row in islice(rows, 4):
+        together = model(**{name: tensor[None] for name, tensor in row.items()}).logits[0]
+        starts = [place for place, position in enumerate(row["position_ids"].tolist()) if position == 0]
+        assert len(starts) > 1
+        for start, end in pairwise([*starts, 200]):
+            alone = model(row["input_ids"][None, start:end]).logits[0]
+            torch.testing.assert_close(together[start:end], alone, atol=1e-5, rtol=1e-5)
 
 
 def test_a_mixture_comes_back_from_json(files: list[str]) -> None:

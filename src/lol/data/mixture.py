@@ -194,6 +194,11 @@ class MixedRows(TorchIterableDataset):
         Raises:
             UserError: the mixture was another one (names what differs).
         """
+        if "shares" not in state:
+            raise UserError(
+                "the saved place in the data is of another version of lol; resume with the lol that wrote it, or start"
+                " a new run"
+            )
         # In order: the k-th source has the k-th seed.
         if list(state["shares"].items()) != list(self.shares.items()):
             raise UserError(
