@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from pages import blocks_of
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
 def code_blocks() -> list[tuple[str, str]]:
     """(language, code) of every fenced block after the two make commands."""
-    readme = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", readme, flags=re.MULTILINE | re.DOTALL)
+    blocks = blocks_of(ROOT / "README.md")
     assert blocks[0] == ("bash", blocks[0][1])
     assert re.findall(r"^make \w+", blocks[0][1], flags=re.MULTILINE) == ["make demo", "make test"]
     return blocks[1:]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import docstring_parser
 import tyro
@@ -23,9 +23,10 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   train          train a model, or go on with a run
       lol train --recipe demo --run runs/demo
       lol train --run runs/mine --data my-text.txt --steps 500
-      lol train --run runs/both --data de.txt=0.3 en.txt=0.7
-  generate       continue a prompt; --path forces blocks
-      lol generate --model runs/demo --prompt "import os"
+  generate       continue a prompt, or what you type; --path forces blocks
+      lol generate --model runs/demo --prompt "import os" --show-path
+  serve          OpenAI's completions API over HTTP, with paths
+      lol serve --model runs/demo --port 8000
   paths show     print the block of every window and depth of a text
       lol paths show --model runs/demo --text "def f(x): return x"
   paths report   write a run's report.html
@@ -79,13 +80,16 @@ def train(args: list[str]) -> int:
 class Generate:
     """Continue a prompt, which counts as the beginning of a document.
 
-    Example: lol generate --model runs/demo --prompt "import os" --path 0 1 2 3 0 1
+    Without --prompt it reads standard input: a pipe is one prompt; at a terminal every line you type is added to the
+    text, and the model goes on from there (/help there says more).
+
+    Example: lol generate --model runs/demo --prompt "import os" --path 0 1 2 3 0 1 --show-path
     """
 
     model: Path
     """A run folder (its newest checkpoint), a checkpoint, or a folder written by transformers."""
-    prompt: str = ""
-    """The text to continue."""
+    prompt: str | None = None
+    """The text to continue. Default: standard input."""
     max_new_tokens: int = 100
     """Stop after so many tokens, if the document does not end before."""
     temperature: float = 0.8
@@ -96,27 +100,40 @@ class Generate:
     """Decides the sample."""
     path: list[int] | None = None
     """One block per depth that every window is to run; -1 leaves a depth to the router."""
+    show_path: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print to standard error, where windows begin, the block and weight of each depth."""
 
 
 def generate(args: list[str]) -> int:
-    from transformers import TextStreamer
-
-    from lol.generate import generate_text
+    from lol import terminal
+    from lol.generate import Sampling
     from lol.train.loading import load_model
 
     command = _parse(Generate, "generate", args)
-    model, tokenizer = load_model(command.model)
-    generate_text(
-        model,
-        tokenizer,
+    sampling = Sampling(command.max_new_tokens, command.temperature, command.top_k)
+    return terminal.generate(
+        *load_model(command.model),
         command.prompt,
-        max_new_tokens=command.max_new_tokens,
-        temperature=command.temperature,
-        top_k=command.top_k,
+        sampling=sampling,
         seed=command.seed,
         path=command.path,
-        streamer=TextStreamer(cast(Any, tokenizer), skip_special_tokens=True),
+        show_path=command.show_path,
     )
+
+
+def serve(args: list[str]) -> int:
+    from lol.serve.limits import Serve
+
+    command = _parse(Serve, "serve", args)
+    try:
+        from lol.serve.server import serve as run_server
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "lol":
+            raise
+        raise UserError(
+            f"lol serve needs {error.name}, which is not installed: pip install library-of-layers[serve]"
+        ) from None
+    run_server(command)
     return 0
 
 
@@ -218,6 +235,7 @@ def _run_bench(command: Any, bench: Callable[[Any], dict[str, Any]]) -> int:
 VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("train",): train,
     ("generate",): generate,
+    ("serve",): serve,
     ("paths", "show"): paths_show,
     ("paths", "report"): paths_report,
     ("tokenizer",): tokenizer,

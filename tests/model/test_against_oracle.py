@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
@@ -30,6 +32,35 @@ def test_packed_and_padded_documents(spec: Spec, rows: list[list[int]], seed: in
     results = check_against_oracle(spec, make_model(spec, seed), make_batch(rows, seed))
     blocks = {block for result in results for depth in result.experts for block in depth}
     event("several blocks in use" if len(blocks) > 1 else "one block in use")
+
+
+@bounded(25)
+@given(spec=specs(), lengths=st.lists(st.integers(1, 11), min_size=2, max_size=4), seed=seeds, masked=st.booleans())
+def test_packed_rows_without_padding(spec: Spec, lengths: list[int], seed: int, masked: bool):
+    """What training sees. The second row has the same documents the other way round."""
+    batch = make_batch([lengths, lengths[::-1]], seed, extra_columns=0)
+    given = {} if masked else {"attention_mask": None}
+    check_against_oracle(spec, make_model(spec, seed), batch, **given)
+
+
+@bounded(5)
+@given(spec=specs(num_prelude_layers=1), seed=seeds)
+def test_an_empty_row_beside_a_packed_one(spec: Spec, seed: int):
+    """Two rows and two documents, yet packed."""
+    batch = make_batch([[3, 6], [1]], seed)
+    batch.attention_mask[1] = 0
+    alone = replace(batch, documents=[batch.documents[0], []], starts=[batch.starts[0], []])
+    check_against_oracle(spec, make_model(spec, seed), alone)
+
+
+@bounded(15)
+@given(spec=specs(), lengths=st.lists(st.integers(1, 11), min_size=2, max_size=3), seed=seeds)
+def test_packed_rows_that_are_full(spec: Spec, lengths: list[int], seed: int):
+    """Rows of training: no place is padding. With a mask that says so, and with none."""
+    model, batch = make_model(spec, seed), make_batch([lengths, lengths[::-1]], seed, extra_columns=0)
+    assert batch.attention_mask.all()
+    check_against_oracle(spec, model, batch)
+    check_against_oracle(spec, model, batch, attention_mask=None)
 
 
 @bounded(15)

@@ -68,8 +68,13 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("lengths", [[35], LENGTHS], ids=["one row", "left-padded rows"])
+# The quick tier takes the first of them, and ragged rows alone.
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[pytest.mark.slow] * (place > 0)) for place, name in enumerate(VARIANTS)]
+)
+@pytest.mark.parametrize(
+    "lengths", [pytest.param([35], marks=pytest.mark.slow), LENGTHS], ids=["one row", "left-padded rows"]
+)
 def test_chunks_are_one_pass(variant: str, lengths: list[int]):
     model = small(**VARIANTS[variant])
     ids, mask = padded(lengths)
@@ -109,6 +114,7 @@ def paths(draw: st.DrawFn, batch: int, depths: int, windows: int, experts: int) 
     return None if shape is None else torch.randint(-1, experts, shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 @bounded(60)
 @given(spec=specs(), text=texts(), data=st.data())
 def test_any_model_any_padding_any_chunks(spec: Spec, text: tuple, data: st.DataObject):
@@ -133,6 +139,7 @@ def test_any_model_any_padding_any_chunks(spec: Spec, text: tuple, data: st.Data
     check_equal(together, full, mask)
 
 
+@pytest.mark.slow
 @bounded(25)
 @given(
     spec=specs(core_attention="windowed"), lengths=st.lists(st.integers(1, 17), min_size=1, max_size=3), data=st.data()
@@ -273,6 +280,7 @@ def test_a_pass_without_gradients_writes_in_place():
 # --- Going back -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["windowed", "full", "sliding"])
 def test_crop_by_every_length(attention: str):
     """Also with rows that pause in what is cropped, and with what is cropped being other text."""

@@ -123,6 +123,112 @@ def test_the_cache_comes_back(model: LoLForCausalLM):
     assert torch.equal(write(model, longer, cache=output.cache), both(model, longer))
 
 
+# --- Prompts of embeddings --------------------------------------------------------------------------------------------
+
+
+def write_embeds(model: LoLForCausalLM, ids: Tensor, **options) -> Tensor:
+    """The new tokens of a prompt that is given as the embeddings of its ids, whatever stands at padding."""
+    mask = options.get("attention_mask", torch.ones_like(ids))
+    embeds = model.model.embed_tokens(ids).detach().masked_fill(mask[..., None] == 0, 7.0)
+    torch.manual_seed(5)
+    return model.generate(**(GREEDY | {"attention_mask": mask, "inputs_embeds": embeds} | options))
+
+
+WINDOWS_OF_A_PATH = torch.tensor([[2, 1, 2, -1, 0, 1], [0, 2, -1, 1, 2, 2], [1, 1, 0, 0, -1, 2]])
+STEERED = {
+    "beams": {"num_beams": 3},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+    "path": {"path": [2, 2, 0]},
+    "path of windows": {"path": WINDOWS_OF_A_PATH},
+    "paths of rows": {"path": torch.randint(-1, 3, (3, 3, 9)), "num_beams": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("half stride", {}), ("full", {}), *(("half stride", options) for options in STEERED.values())],
+    ids=["greedy", "full attention", *STEERED],
+)
+def test_embeddings_write_what_their_ids_write(name: str, options: dict):
+    model = variant(name)
+    ids, mask = padded([PROMPT, 2, 5])
+    given = options | {"attention_mask": mask}
+    torch.manual_seed(5)
+    wanted = write(model, ids, **given)[:, PROMPT:]
+    assert wanted.shape[1] == NEW
+    assert torch.equal(write_embeds(model, ids, **given), wanted)
+    # Ids beside the embeddings come back in front of the new ones.
+    beside = write_embeds(model, ids, input_ids=ids, **given)
+    assert torch.equal(beside[:, PROMPT:], wanted)
+    assert torch.equal(beside[:, :PROMPT], ids.repeat_interleave(beside.shape[0] // 3, dim=0))
+
+
+def test_embeddings_are_not_forgotten_without_a_cache(model: LoLForCausalLM):
+    """transformers reads them in the first pass alone, and decodes with a cache whatever it is asked for."""
+    ids, mask = padded([PROMPT, 2])
+    wanted = both(model, ids, attention_mask=mask)[:, PROMPT:]
+    assert torch.equal(write_embeds(model, ids, attention_mask=mask, use_cache=False), wanted)
+
+
+def test_embeddings_are_read_and_not_the_ids_beside_them(model: LoLForCausalLM):
+    ids, other = ids_of(2, PROMPT), ids_of(2, PROMPT, seed=1)
+    embeds = model.model.embed_tokens(other).detach()
+    text = model.generate(ids, inputs_embeds=embeds, attention_mask=torch.ones_like(ids), **GREEDY)
+    assert torch.equal(text[:, PROMPT:], write(model, other)[:, PROMPT:])
+    assert not torch.equal(text[:, PROMPT:], write(model, ids)[:, PROMPT:])
+
+
+def test_embeddings_without_a_mask_and_a_path_named_first(model: LoLForCausalLM):
+    """transformers counts the rows of a prompt without ids by the first tensor that it was given."""
+    ids, path = ids_of(2, PROMPT), torch.tensor([2, 0, 1])
+    embeds = model.model.embed_tokens(ids).detach()
+    text = model.generate(path=path, inputs_embeds=embeds, **GREEDY)
+    assert torch.equal(text, write(model, ids, path=path)[:, PROMPT:])
+    assert torch.equal(model.generate(inputs_embeds=embeds, **GREEDY), write(model, ids)[:, PROMPT:])
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside ids"])
+def test_router_only_tokens_hold_for_embeddings(beside: bool):
+    model = make_model(SPEC, 0, router_only_tokens=True)
+    ids, mask = padded([PROMPT, 3])
+    hidden = torch.full_like(ids, -1)
+    hidden[0, 0], hidden[1, 4] = 3, 4
+    given = {"attention_mask": mask, "router_only_ids": hidden}
+    wanted = write(model, ids, **given)[:, PROMPT:]
+    text = write_embeds(model, ids, **given, **({"input_ids": ids} if beside else {}))
+    assert torch.equal(text[:, -NEW:], wanted)
+    assert not torch.equal(text[:, -NEW:], write_embeds(model, ids, attention_mask=mask))
+
+
+@pytest.mark.parametrize("cached", [1, W, PROMPT + 5])
+def test_embeddings_go_on_from_an_old_cache(model: LoLForCausalLM, cached: int):
+    ids, mask = padded([PROMPT + 6, 14 - cached + 1])
+    cache = model(ids[:, :cached], attention_mask=mask[:, :cached], use_cache=True).cache
+    text = write_embeds(model, ids, attention_mask=mask, cache=cache)
+    assert torch.equal(text, write(model, ids, attention_mask=mask)[:, ids.shape[1] :])
+
+
+@pytest.mark.parametrize("chunk", [1, W, 2 * W + 1])
+def test_a_prompt_in_chunks(chunk: int):
+    """Router-only tokens and the windows of a path are those of the chunk."""
+    model = make_model(SPEC, 0, router_only_tokens=True)
+    ids = ids_of(2, PROMPT + 6)
+    hidden = torch.full_like(ids, -1)
+    hidden[:, 0] = torch.tensor([3, 4])
+    given = {"router_only_ids": hidden, "path": torch.tensor([[2, 1, 2, -1, 0, 1]] * 3)}
+    assert torch.equal(write(model, ids, prefill_chunk_size=chunk, **given), both(model, ids, **given))
+
+
+def test_embeddings_that_do_not_fit(model: LoLForCausalLM):
+    ids = ids_of(2, PROMPT)
+    embeds = model.model.embed_tokens(ids).detach()
+    with pytest.raises(UserError, match=r"one embedding per id, or leave the ids out"):
+        model.generate(ids[:, 1:], inputs_embeds=embeds, **GREEDY)
+    for beside in ({}, {"input_ids": ids}):
+        with pytest.raises(UserError, match="prefill_chunk_size cuts ids"):
+            write_embeds(model, ids, prefill_chunk_size=3, **beside)
+
+
 # --- Drafts that are taken back ---------------------------------------------------------------------------------------
 
 

@@ -125,6 +125,7 @@ def test_the_tensors_of_a_checkpoint(tmp_path: Path, options: dict, expected: di
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "modeling_lol.py",
     ]
 
 

@@ -170,12 +170,6 @@ def test_generation_refuses_a_path_that_does_not_fit(model: LoLForCausalLM):
         model.generate(ids_of(1, PROMPT), max_new_tokens=2, path=[[[[0]]]])
 
 
-def test_generation_refuses_embeddings(model: LoLForCausalLM):
-    """transformers reads them in the first step only: without a cache the prompt would then be forgotten."""
-    with pytest.raises(ValueError, match="inputs_embeds"):
-        model.generate(inputs_embeds=model.model.embed_tokens(ids_of(1, PROMPT)), max_new_tokens=2)
-
-
 def test_router_only_tokens_hold_while_the_text_grows():
     model = make_model(SPEC, 0, router_only_tokens=True)
     ids = ids_of(2, PROMPT)

@@ -1,15 +1,19 @@
 """The table of paths says what the model did."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet
 import pytest
 import torch
 from datasets import Dataset
 
+import lol
 from lol import UserError, record_paths
-from lol.paths.record import path_of, path_statistics, stretches, token_paths, token_texts, utilisation
+from lol.paths.record import COLUMNS, path_of, path_statistics, stretches, token_paths, token_texts, utilisation
 
 LENGTHS = (70, 1, 16, 33)
 
@@ -186,3 +190,67 @@ def test_one_text_is_one_row(model, tokenizer):
     table = record_paths(model, "a text, not letters", tokenizer)
     assert table["row"].unique().tolist() == [0]
     assert table.equals(record_paths(model, ["a text, not letters"], tokenizer))
+
+
+TEXTS = ["naïve café, and more than a window of it", "b"]
+
+
+@pytest.mark.parametrize("column", ["text", "body"])
+def test_a_data_set_of_texts(model, tokenizer, column):
+    rows = Dataset.from_dict({"label": [0, 1], column: TEXTS})
+    wanted = record_paths(model, TEXTS, tokenizer)
+    named = {} if column == "text" else {"text_column": column}
+    assert record_paths(model, rows, tokenizer, **named).equals(wanted)
+    assert record_paths(model, rows.to_iterable_dataset(), tokenizer, **named).equals(wanted)
+    with pytest.raises(UserError, match="tokenizer"):
+        record_paths(model, rows, **named)
+    with pytest.raises(UserError, match=f"row 0 has label, {column}, but neither.*text_column"):
+        record_paths(model, rows, tokenizer, text_column="frog")
+    with pytest.raises(UserError, match="text_column"):
+        record_paths(model, rows, tokenizer, text_column="label")
+
+
+def test_a_data_set_of_ids(model, tokenizer):
+    ids = [tokenizer(text)["input_ids"] for text in TEXTS]
+    wanted = record_paths(model, ids)
+    assert record_paths(model, Dataset.from_dict({"input_ids": ids})).equals(wanted)
+    tensors = Dataset.from_dict({"input_ids": ids}).with_format("torch")
+    assert record_paths(model, tensors).equals(wanted)
+
+
+def test_the_table_survives_parquet(model, tmp_path):
+    table = record_paths(model, [random_ids(length) for length in LENGTHS])
+    assert tuple(table.columns) == COLUMNS
+    table.to_parquet(tmp_path / "paths.parquet", index=False)
+    read = pd.read_parquet(tmp_path / "paths.parquet")
+    assert read.drop(columns="probabilities").equals(table.drop(columns="probabilities"))
+    assert read.dtypes.drop("probabilities").equals(table.dtypes.drop("probabilities"))
+    wanted = np.stack(table["probabilities"].to_list())
+    assert wanted.shape == (len(table), 5)
+    assert np.array_equal(np.stack(read["probabilities"].to_list()), wanted)
+    # As other readers see it: a column of lists.
+    stored = pyarrow.parquet.read_table(tmp_path / "paths.parquet")
+    assert pyarrow.types.is_list(stored.schema.field("probabilities").type)
+    assert stored.column("probabilities")[3].as_py() == table["probabilities"][3]
+    assert path_statistics(read, 5) == path_statistics(table, 5)
+
+
+def test_where_a_user_looks_for_it():
+    assert lol.record_paths is lol.paths.record_paths is record_paths
+    assert lol.force_path is lol.paths.force_path
+
+
+def test_the_worked_example_runs(trained, tmp_path, monkeypatch, capsys):
+    """docs/paths.md, in a folder where the run that it names lies."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(trained)
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "paths.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 3
+    names: dict = {}
+    for block in blocks:
+        exec(block, names)
+    assert pd.read_parquet("paths.parquet").shape == names["table"].shape
+    assert f"written: {len(names['table'])} windows" in capsys.readouterr().out
+    assert set(COLUMNS) == set(re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE))

@@ -91,6 +91,57 @@ def test_everything_is_put_back_after_an_exception(model, ids):
     assert torch.equal(model(ids).logits, before.logits)
 
 
+@pytest.mark.parametrize("windows", [None, [0, 2]], ids=["all windows", "some windows"])
+def test_an_exception_in_the_inner_block_leaves_the_outer_one_in_force(model, ids, windows):
+    free = model(ids).logits
+
+    def break_inside():
+        with force_path(model, 0, windows=windows, weight=1):
+            assert not torch.equal(model(ids).logits, forced)
+            raise RuntimeError("on purpose")
+
+    with force_path(model, PATH, weight=1):
+        forced = model(ids).logits
+        with pytest.raises(RuntimeError, match="on purpose"):
+            break_inside()
+        assert torch.equal(model(ids).logits, forced)
+    assert hooks(model) == 0
+    assert torch.equal(model(ids).logits, free)
+    assert not torch.equal(free, forced)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["router", "no router"])
+def test_everything_is_put_back_after_a_generation_that_breaks(make_model, ids, fixed):
+    model = make_model(**({"routing": "fixed", "fixed_path": [0, 1, 2, 3, 4, 0]} if fixed else {}))
+    options = {"max_new_tokens": 8, "do_sample": False}
+    free = model.generate(ids[:1, :20], **options)
+    passes = []
+
+    def break_at_the_third(_module, _args):
+        passes.append(1)
+        if len(passes) == 3:
+            raise RuntimeError("on purpose")
+
+    handle = model.model.coda[0].register_forward_pre_hook(break_at_the_third)
+    with pytest.raises(RuntimeError, match="on purpose"), force_path(model, PATH, windows=[1, 2], weight=1):
+        model.generate(ids[:1, :20], **options)
+    handle.remove()
+    assert len(passes) == 3
+    assert hooks(model) == 0
+    assert torch.equal(model.generate(ids[:1, :20], **options), free)
+
+
+def test_blocks_may_be_left_in_any_order(model, ids):
+    outer, inner = force_path(model, 0), force_path(model, 2, depths=[1])
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    expected = model(ids, path=[-1, 2, -1, -1, -1, -1])
+    assert torch.equal(model(ids).logits, expected.logits)
+    inner.__exit__(None, None, None)
+    assert hooks(model) == 0
+
+
 def test_a_pass_of_fewer_depths_takes_its_part(model, ids):
     with force_path(model, PATH, windows=[0]):
         experts = model(ids, num_depths=2).routing.experts

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import ModelOutput
 
 from lol.errors import UserError
 from lol.model.attention import AttentionShape
@@ -17,6 +19,7 @@ from lol.model.core import CoreParts, Steering, broadcast_path, lay_depths, run_
 from lol.model.layers import Block, DiagonalInjection, FilmTable, OutputLinear, RMSNorm, Rotary, rotary_angles
 from lol.model.library import Library, StackedLinear, StackedNorm, StackedOutputLinear
 from lol.model.outputs import LoLModelOutput, collect_router_logits, collect_routing
+from lol.model.remote_code import is_own
 from lol.model.router import Router
 from lol.model.windows import Documents, WindowLayout
 
@@ -34,6 +37,12 @@ class LoLPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """As `LoLConfig.register_for_auto_class`: only for classes that a user derives."""
+        if not is_own(cls):
+            super().register_for_auto_class(auto_class)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -74,6 +83,11 @@ class LoLPreTrainedModel(PreTrainedModel):
             if module.expert_bias is not None:
                 init.zeros_(module.expert_bias)
 
+    def in_asked_form(self, output: ModelOutput, return_dict: bool | None) -> Any:
+        """The output itself, or the tuple of its fields that are not `None`."""
+        as_it_is = self.config.return_dict if return_dict is None else return_dict
+        return output if as_it_is else output.to_tuple()
+
 
 class LoLModel(LoLPreTrainedModel):
     """Embedding, prelude, routed core, coda and final norm."""
@@ -111,6 +125,7 @@ class LoLModel(LoLPreTrainedModel):
             self.expert_bias = bias.to(device=self.expert_bias.device, dtype=torch.float32)
         return self
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: Int[Tensor, "B n"] | None = None,
@@ -145,12 +160,12 @@ class LoLModel(LoLPreTrainedModel):
             num_depths: Run only the first so many depths (growing). Default: all.
             generator: Source of the router's training noise: per depth, in order, one standard normal (windows, L).
                 Default: torch's global generator.
-            output_router_logits: Return the router's raw logits.
+            output_router_logits: Return the router's raw logits. Default: as the config says, like the next.
             output_hidden_states: Return the state after every layer.
             cache: `DynamicCache(config=model.config)`; what earlier passes have put into it goes on. The attention mask
                 then covers those tokens too.
             use_cache: Make and return a cache where none is given. Default: no.
-            return_dict: False returns a tuple of the fields that are not `None`.
+            return_dict: False returns a tuple of the fields that are not `None`. Default: as the config says.
 
         Raises:
             UserError: an input that cannot be run; the message names the fix.
@@ -159,6 +174,8 @@ class LoLModel(LoLPreTrainedModel):
             cache = DynamicCache(config=self.config)
         if kwargs.pop("output_attentions", None):
             raise UserError("attention weights are not returned: leave output_attentions out")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         embeds, documents = self._embed(input_ids, inputs_embeds, attention_mask, position_ids, cache)
         embeds, router_only = self._hide_router_only(embeds, documents, router_only_ids)
         batch = documents.shape[0]
@@ -193,7 +210,7 @@ class LoLModel(LoLPreTrainedModel):
             router_logits=collect_router_logits(routes) if output_router_logits else None,
             routing=collect_routing(routes, batch, self.config.num_experts, x.device),
         )
-        return output if return_dict is not False else output.to_tuple()
+        return self.in_asked_form(output, return_dict)
 
     def _embed(
         self,
@@ -244,19 +261,18 @@ class LoLModel(LoLPreTrainedModel):
     ) -> tuple[Rotary, Any, Tensor]:
         """What the prelude's and coda's layers need beside the state: rotary angles, the attention mask in the form
         that the chosen attention implementation wants, and positions."""
-        batch, columns = documents.shape
-        packed = documents.num_documents > batch
+        # Some row holds two documents: empty rows do not make up for it.
+        packed = documents.num_documents > documents.document_row.unique().numel()
         padded = attention_mask is not None and not bool(attention_mask.all())
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=embeds,
             attention_mask=attention_mask.bool() if padded and attention_mask is not None else None,
             cache=cache,
-            # Handed over only to say that rows are packed: without restarts transformers need not look for them.
+            # Without padding transformers finds the documents by their positions. It then calls an and_mask_function
+            # with positions in place of columns, so documents by column may only be given where it does not look.
             position_ids=documents.grid_position if packed and not padded else None,
-            and_mask_function=packed_sequence_mask_function(documents.grid_document)
-            if packed and columns > 1
-            else None,
+            and_mask_function=packed_sequence_mask_function(documents.grid_document) if packed and padded else None,
         )
         rotary = rotary_angles(
             documents.grid_position[:, None], self.config.head_dim, self.config.rope_theta, embeds.dtype

@@ -7,6 +7,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from lol.errors import UserError
+from lol.model.remote_code import is_own, point_to_shim, put_shim
 from lol.model.windows import count_windows
 
 
@@ -59,7 +60,7 @@ class LoLConfig(PreTrainedConfig):
     """
 
     model_type = "lol"
-    keys_to_ignore_at_inference = ("cache", "router_logits", "routing")
+    keys_to_ignore_at_inference = ["cache", "router_logits", "routing"]  # the Trainer joins it to a list
 
     vocab_size: int = 32_000
     hidden_size: int = 1024
@@ -98,6 +99,20 @@ class LoLConfig(PreTrainedConfig):
                 raise UserError(f"{name} follows from the other fields of LoLConfig: leave it out")
         super().__post_init__(**kwargs)
         self.check()
+
+    def save_pretrained(self, save_directory, push_to_hub=False, **kwargs):
+        """Write config.json, and beside it the file that opens the folder with `trust_remote_code=True`."""
+        if is_own(type(self)):
+            self.auto_map = point_to_shim(getattr(self, "auto_map", None))
+            put_shim(save_directory)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Keeps transformers, which calls this for what `trust_remote_code` has loaded, from copying our source into
+        checkpoints; they carry their own file. Classes that a user derives are registered as anywhere."""
+        if not is_own(cls):
+            super().register_for_auto_class(auto_class)
 
     @property
     def mlp_size(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from lol.errors import UserError
 from lol.model.cache import CoreMemory
@@ -15,7 +15,7 @@ from lol.model.carry import DepthPass
 from lol.model.config import LoLConfig
 from lol.model.layers import DiagonalInjection, FilmTable
 from lol.model.library import Library
-from lol.model.router import Router, router_features
+from lol.model.router import router_features
 from lol.model.windows import Documents, WindowLayout, lay_windows
 
 
@@ -51,7 +51,8 @@ class CoreParts:
 
     config: LoLConfig
     library: Library
-    router: Router | None
+    router: nn.Module | None
+    """A `Router`, or an adapter around one."""
     depth_embedding: Tensor | None
     expert_bias: Tensor | None
     film: FilmTable | None

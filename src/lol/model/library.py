@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lol.errors import UserError
 from lol.model.attention import AttentionShape, window_attention
 from lol.model.carry import DepthPass
 from lol.model.config import LoLConfig
@@ -31,7 +32,21 @@ Shelf = dict[str, tuple[Tensor, ...]]
 up block by block, and a block that no window chose costs nothing until its zeros are stacked at the end."""
 
 
-class StackedNorm(nn.Module):
+class Stack(nn.Module):
+    """A weight of all L blocks.
+
+    It is read by calling the module, never as an attribute from outside: what wraps a module's call to change its
+    weight (PEFT's `target_parameters`, a parametrization) then changes the library's blocks too.
+    """
+
+    weight: nn.Parameter
+
+    def forward(self, cast: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        """The blocks' own weights, each after `cast`."""
+        return cast(self.weight).unbind(0)
+
+
+class StackedNorm(Stack):
     """The scales of a norm of all L blocks."""
 
     def __init__(self, experts: int, width: int):
@@ -39,7 +54,7 @@ class StackedNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, width))
 
 
-class StackedLinear(nn.Module):
+class StackedLinear(Stack):
     """The matrices of a projection of all L blocks, each (out, in)."""
 
     def __init__(self, experts: int, in_features: int, out_features: int):
@@ -71,9 +86,9 @@ class Library(GradientCheckpointingLayer):
 
     def open(self) -> Shelf:
         """Take the stacks apart, once per forward pass of the model; under autocast the projections are cast here."""
-        norms = {name: getattr(self, name).weight for name in NORMS}
-        projections = {name: autocast(getattr(self, name).weight) for name in PROJECTIONS}
-        return {name: stack.unbind(0) for name, stack in (norms | projections).items()}
+        self._check_checkpointing()
+        norms = {name: getattr(self, name)(_as_is) for name in NORMS}
+        return norms | {name: getattr(self, name)(autocast) for name in PROJECTIONS}
 
     def forward(
         self,
@@ -101,6 +116,17 @@ class Library(GradientCheckpointingLayer):
         else:
             update = self._run_grouped(state, shelf, layout, expert, film, past)
         return state + update * weight[layout.window_of_token, None].to(state.dtype)
+
+    def _check_checkpointing(self) -> None:
+        """Reentrant checkpointing runs a backward pass of its own at every depth, and all of them would go through what
+        an adapter computes once per forward pass; through plain parameters they may."""
+        adapted = not all(isinstance(getattr(self, name), Stack) for name in (*NORMS, *PROJECTIONS))
+        reentrant = getattr(getattr(self, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant")
+        if adapted and reentrant and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise UserError(
+                "reentrant gradient checkpointing cannot pass an adapter on the library: use "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}, which is transformers' default"
+            )
 
     def _run_grouped(
         self,
@@ -155,6 +181,10 @@ class Library(GradientCheckpointingLayer):
         if past is not None:
             return partial(past.attend, windows=windows)
         return partial(window_attention, windows=windows, shape=AttentionShape.of(self.config))
+
+
+def _as_is(x: Tensor) -> Tensor:
+    return x
 
 
 def autocast(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin
+from transformers.utils.deprecation import deprecate_kwarg
 
 from lol.errors import UserError
 from lol.model.base import LoLModel, LoLPreTrainedModel
@@ -28,6 +29,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: Int[Tensor, "B n"] | None = None,
@@ -46,6 +48,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
+        shift_labels: Int[Tensor, "B n"] | None = None,
         **kwargs: Any,
     ) -> LoLCausalLMOutput | tuple:
         """Run the model and score the vocabulary. Arguments as in `LoLModel`, and:
@@ -54,10 +57,13 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             labels: Usually the input ids; -100 leaves a place out. Place t is scored with the logits of place t-1 if
                 both belong to the same document: neither padding nor the first token of a document is ever a target.
             logits_to_keep: Compute the logits of only the last so many places, or of these places. 0 is all.
+            shift_labels: What each place is to predict, in place of `labels`: place t is scored with the logits of
+                place t. For texts that are cut up between processes, where a part does not hold its last target.
         """
-        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+        scored = labels is not None or shift_labels is not None
+        if scored and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise UserError("labels need all logits: leave logits_to_keep out")
-        if labels is not None and cache is not None and cache.get_seq_length():
+        if scored and cache is not None and cache.get_seq_length():
             raise UserError("a loss needs the whole text: give labels without a cache that holds its beginning")
         outputs = self.model(
             input_ids=input_ids,
@@ -73,6 +79,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             cache=cache,
             use_cache=use_cache,
+            return_dict=True,
             output_attentions=kwargs.pop("output_attentions", None),
         )
         hidden = outputs.last_hidden_state
@@ -81,11 +88,12 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
         logits = self.lm_head(hidden)
+        if shift_labels is None and labels is not None:
+            shift_labels = next_tokens(labels, position_ids, attention_mask)
         loss = None
-        if labels is not None:
-            targets = _next_tokens(labels, position_ids, attention_mask)
+        if shift_labels is not None:
             loss = self.loss_function(
-                logits=logits, labels=labels, shift_labels=targets, vocab_size=self.config.vocab_size, **kwargs
+                logits=logits, labels=labels, shift_labels=shift_labels, vocab_size=self.config.vocab_size, **kwargs
             )
         output = LoLCausalLMOutput(
             loss=loss,
@@ -95,7 +103,16 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             router_logits=outputs.router_logits,
             routing=outputs.routing,
         )
-        return output if return_dict is not False else output.to_tuple()
+        return self.in_asked_form(output, return_dict)
+
+    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "offloaded"):
+            raise UserError(
+                f"cache_implementation={kind!r} has no form for routed layers: leave it out (what they keep does not "
+                "grow with the text)"
+            )
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)  # pyright: ignore
 
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **kwargs: Any
@@ -108,21 +125,48 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             kwargs["path"] = give_path_rows(path, input_ids.shape[0])
         return super()._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **kwargs)  # pyright: ignore
 
+    def _maybe_initialize_input_ids_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, inputs: Tensor | None, bos_token_id: Any, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """The ids of a prompt; for one of embeddings alone, rows of none. transformers takes the number of rows from
+        the first tensor it was given, which may be a path."""
+        embeds = model_kwargs.get("inputs_embeds")
+        if embeds is None:
+            return super()._maybe_initialize_input_ids_for_generation(inputs, bos_token_id, model_kwargs)  # pyright: ignore
+        if inputs is None:
+            return torch.ones(embeds.shape[0], 0, dtype=torch.long, device=embeds.device)
+        # A second call brings the embeddings themselves.
+        if inputs is not embeds and inputs.shape[1] and inputs.shape != embeds.shape[:2]:
+            raise UserError(
+                f"inputs_embeds has shape {tuple(embeds.shape)}, input_ids {tuple(inputs.shape)}: where both are "
+                "given, embeddings are read in place of the same ids; give one embedding per id, or leave the ids out"
+            )
+        return inputs
+
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, input_ids: Tensor, **kwargs: Any
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Let what was said of the prompt hold while the text grows: new tokens are read by everything, and windows
-        that a path does not name stay free; a path may name windows that are still to come."""
-        inputs = GenerationMixin.prepare_inputs_for_generation(self, input_ids, **kwargs)  # pyright: ignore
-        columns = inputs["input_ids"].shape[1]
-        total = input_ids.shape[1]
+        that a path does not name stay free; a path may name windows that are still to come.
+
+        `inputs_embeds` stand for the prompt in the first pass. Ids then count none of its tokens (or, given too, all),
+        so where the pass stands in the text is read off the cache.
+        """
+        whole = kwargs.get("cache") is None or kwargs.get("next_sequence_length") is not None
+        if inputs_embeds is not None and kwargs.get("is_first_iteration") and not whole:
+            raise UserError("prefill_chunk_size cuts ids, not inputs_embeds: leave one of them out")
+        inputs = GenerationMixin.prepare_inputs_for_generation(self, input_ids, inputs_embeds=inputs_embeds, **kwargs)  # pyright: ignore
+        given = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+        cache = inputs.get("cache")
+        before = 0 if cache is None else cache.get_seq_length()
+        total = before + given.shape[1]
         hidden = inputs.get("router_only_ids")
         if hidden is not None:
-            hidden = nn.functional.pad(hidden, (0, total - hidden.shape[1]), value=-1)[:, total - columns :]
+            hidden = nn.functional.pad(hidden, (0, total - hidden.shape[1]), value=-1)[:, before:]
             inputs["router_only_ids"] = hidden if bool((hidden >= 0).any()) else None
         path = inputs.get("path")
         if path is not None:
-            path = torch.as_tensor(path, device=input_ids.device)
+            path = torch.as_tensor(path, device=given.device)
             if path.ndim > 1 and path.shape[-1] > 1:
                 mask = inputs.get("attention_mask")
                 longest = total if mask is None else int(mask.sum(1).max())
@@ -132,7 +176,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         return inputs
 
 
-def _next_tokens(labels: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+def next_tokens(labels: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
     """The label that each place is to predict: the next one of its document, or none."""
     shape = (labels.shape[0], labels.shape[1])
     document = find_documents(shape, position_ids, attention_mask, labels.device).grid_document

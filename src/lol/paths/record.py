@@ -46,6 +46,7 @@ def record_paths(
     *,
     batch_size: int = 8,
     num_depths: int | None = None,
+    text_column: str = "text",
 ) -> pd.DataFrame:
     """Run a model over text or tokens and record what every window did.
 
@@ -54,12 +55,13 @@ def record_paths(
 
     Args:
         model: `LoLModel`, `LoLForCausalLM` or a module around one.
-        rows: A text, or texts; or token ids, a row each; or mappings (the rows of a data set) with `input_ids` and,
-            where they have them, `attention_mask` and `position_ids` that restart where a packed row's next document
-            begins.
+        rows: A text, or texts; or token ids, a row each; or mappings (a `datasets.Dataset` or its rows) with a text, or
+            with `input_ids` and, where they have them, `attention_mask` and `position_ids` that restart where a packed
+            row's next document begins.
         tokenizer: Reads texts, as `tokenizer(text)["input_ids"]`. Not needed for ids.
         batch_size: Rows run at once. Results do not depend on it.
         num_depths: Run only the first so many depths, as in growing. Default: all.
+        text_column: Where mappings without `input_ids` have their text.
 
     Returns:
         One line per window and depth, in order of document, depth and window:
@@ -77,7 +79,7 @@ def record_paths(
     base.eval()
     parts, rows_so_far, documents_so_far = [], 0, 0
     try:
-        read = _read_rows([rows] if isinstance(rows, str) else rows, tokenizer)
+        read = _read_rows([rows] if isinstance(rows, str) else rows, tokenizer, text_column)
         while batch := list(islice(read, batch_size)):
             ids, positions, mask = _pad(batch, base.embed_tokens.weight.device)
             outputs = base(
@@ -104,10 +106,17 @@ def record_paths(
     return table.sort_values(["document", "depth", "window"], ignore_index=True)
 
 
-def _read_rows(rows: Iterable[Any], tokenizer: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _read_rows(rows: Iterable[Any], tokenizer: Any, text_column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Token ids and positions of each row, without its padding."""
     for number, row in enumerate(rows):
         positions = None
+        if isinstance(row, Mapping) and "input_ids" not in row:
+            if not isinstance(row.get(text_column), str):
+                raise UserError(
+                    f"row {number} has {', '.join(map(str, row))}, but neither input_ids nor a text in "
+                    f"{text_column!r}: name the column of the text as text_column"
+                )
+            row = row[text_column]
         if isinstance(row, str):
             if tokenizer is None:
                 raise UserError("rows of text need a tokenizer: record_paths(model, texts, tokenizer)")

@@ -19,6 +19,7 @@ from lol.errors import UserError
 from lol.model.base import LoLModel
 from lol.model.cache import documents_of_pass
 from lol.model.core import broadcast_path, lay_depths
+from lol.model.router import Router
 from lol.model.windows import WindowLayout
 from lol.paths.record import find_model
 
@@ -79,7 +80,8 @@ class _Forcing:
         self.weight = weight
         self.layouts: list[WindowLayout] = []
         self.forward_signature = inspect.signature(model.forward)
-        self.router_signature = None if model.router is None else inspect.signature(model.router.forward)
+        # The class's, not the module's: an adapter around the router takes (x, *args) and hands them on.
+        self.router_signature = inspect.signature(Router.forward)
 
     def before_model(self, model: LoLModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Find the windows; where there is no router, put the blocks into the `path` argument."""
@@ -98,10 +100,9 @@ class _Forcing:
         given["path"] = self._overlay(given.get("path"), shape[0], model.config.num_experts)
         return call.args, call.kwargs
 
-    def after_router(self, _router: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    def after_router(self, router: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Replace block and weight of the forced windows."""
-        assert self.router_signature is not None
-        depth = self.router_signature.bind(*args, **kwargs).arguments["depth"]
+        depth = self.router_signature.bind(router, *args, **kwargs).arguments["depth"]
         block = self.blocks[depth]
         if block < 0:
             return output
