@@ -8,8 +8,8 @@ buffer refilled one by one would have to be saved with its texts.
 **Parts.** The S shards of an epoch, in its order, are an axis of length S; document i of the k-th lies at
 k + (i mod P)/P. The axis is cut into P equal pieces, one for each of the P processes that read (ranks × workers). So
 every document is in exactly one part whatever S and P, and a part opens at most ⌈S/P⌉ + 1 shards. Where P divides S a
-part is whole shards. Elsewhere a cut may go through a shard; the parts on its sides both read that shard, and each
-leaves out what is the other's. Each part goes through its own documents epoch after epoch and waits for no other, so
+part is whole shards. Elsewhere a cut may go through a shard; the parts beside it each read that shard and leave out
+what is the others'. Each part goes through its own documents epoch after epoch and waits for no other, so
 parts that differ in tokens differ in how many epochs they have seen after the same number of rows.
 (Source: decided here. `datasets.distributed.split_dataset_by_node` has every node read every shard unless the number
 of nodes divides that of the shards.)
