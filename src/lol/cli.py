@@ -72,7 +72,8 @@ def train(args: list[str]) -> int:
     if outcome.stopped_by is not None:
         if outcome.is_main:
             print(
-                f"stopped by {outcome.stopped_by} after step {outcome.step}; a checkpoint is written. Go on with --resume."
+                f"stopped by {outcome.stopped_by} after step {outcome.step}; a checkpoint is written. Go on with "
+                "--resume."
             )
         return 130 if outcome.stopped_by == "SIGINT" else 143
     if outcome.is_main:
@@ -193,8 +194,8 @@ class TrainTokenizer:
     Example: lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
     """
 
-    data: str
-    """Text file, folder, .jsonl, .parquet, hf:NAME[:CONFIG][:SPLIT], or stdlib."""
+    data: str | tuple[str, ...]
+    """Text file, folder, .jsonl, .parquet, hf:NAME[:CONFIG][:SPLIT], or stdlib; or several, each SOURCE[=WEIGHT]."""
     out: Path
     """Folder to write; must not exist yet."""
     vocab_size: int = 4096
@@ -204,14 +205,14 @@ class TrainTokenizer:
 
 
 def tokenizer(args: list[str]) -> int:
-    from lol.data.text import open_documents
+    from lol.data.mixture import mixed_texts, open_sources
     from lol.data.tokenizer import train_tokenizer
 
     command = _parse(TrainTokenizer, "tokenizer", args)
     if command.out.exists():
         raise UserError(f"{command.out} exists already: name a new folder as --out")
-    documents = open_documents(command.data, text_column=command.text_column)
-    trained = train_tokenizer((document["text"] for document in documents), command.vocab_size)
+    sources = open_sources(command.data, text_column=command.text_column)
+    trained = train_tokenizer(mixed_texts(sources), command.vocab_size)
     trained.save_pretrained(command.out)
     print(f"written: {command.out} ({len(trained):,} tokens)")
     return 0
@@ -353,8 +354,10 @@ def _flag(args: list[str], flag: str, default: str) -> str:
 
 def _summary_lines(summary: dict[str, Any]) -> str:
     losses = [("this model", summary["held_out_loss"])]
+    losses += [(f"  {source}", loss) for source, loss in summary.get("losses", {}).items()]
     losses += [(name, summary[f"{name}_loss"]) for name in ("bigram", "unigram") if f"{name}_loss" in summary]
     lines = ["held-out loss, nats per token:"]
-    lines += [f"  {name:<12}{loss:.3f}" for name, loss in losses]
+    width = max(12, *(len(name) + 2 for name, _ in losses))
+    lines += [f"  {name:<{width}}{loss:.3f}" for name, loss in losses]
     lines.append(f"busiest block: {100 * summary['busiest_block_share']:.0f} % of the held-out windows")
     return "\n".join(lines)

@@ -5,18 +5,27 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import IterableDataset
 from rich.console import Console
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, set_seed
 
+from lol.data.loader import PackedLoader, make_loader
+from lol.data.mixture import (
+    MixedRows,
+    Source,
+    held_out_rows_by_source,
+    mixed_texts,
+    open_sources,
+    parse_shares,
+    split_sources,
+)
 from lol.data.ngram import NGramBaselines
-from lol.data.packing import PackedDocuments, PackedLoader, Row, held_out_rows, make_loader, token_documents
-from lol.data.text import open_documents, split_documents
+from lol.data.packing import Row, token_documents
 from lol.data.tokenizer import load_tokenizer, train_tokenizer
 from lol.errors import UserError
 from lol.model.config import LoLConfig
@@ -26,7 +35,7 @@ from lol.train.balance import global_auxiliary_loss, sequence_auxiliary_losses, 
 from lol.train.budget import Plan, plan_run
 from lol.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from lol.train.config import TrainConfig, as_json
-from lol.train.evaluate import Evaluation, evaluate
+from lol.train.evaluate import Evaluation, evaluate_sources
 from lol.train.interrupt import SIGNALS, Interrupt
 from lol.train.metrics import FILE as METRICS
 from lol.train.metrics import MetricsLog, trim_metrics
@@ -53,13 +62,18 @@ class Session:
     """What a training pass calls: the model, or what sums its gradients over processes."""
     optimizer: torch.optim.Optimizer
     loader: PackedLoader
-    train_documents: IterableDataset
-    held_out: list[Row]
+    sources: tuple[Source, ...]
+    held_out_by_source: dict[str, list[Row]]
     plan: Plan
     step: int = 0
     tokens: int = 0
     flops: int = 0
     seconds: float = 0.0
+
+    @property
+    def held_out(self) -> list[Row]:
+        """All held-out rows, source after source."""
+        return [row for rows in self.held_out_by_source.values() for row in rows]
 
 
 @dataclass(frozen=True)
@@ -130,11 +144,9 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None, world: Worl
     """Data, tokenizer, model and optimizer; from the checkpoint's state if there is one."""
     world = world or World()
     data = config.data
-    train_documents, held_out_documents = _open_sides(config)
-    tokenizer = world.from_main(lambda: _tokenizer(config, train_documents, checkpoint))
-    packed = PackedDocuments(
-        train_documents, tokenizer, data.context_length, seed=config.seed, shuffle_buffer=data.shuffle_buffer
-    )
+    sources, held_out = _open_sides(config)
+    tokenizer = world.from_main(lambda: _tokenizer(config, sources, checkpoint))
+    rows = MixedRows(sources, tokenizer, data.context_length, seed=config.seed, shuffle_buffer=data.shuffle_buffer)
     # Python's and numpy's generators too: what a user adds may draw from them, and a checkpoint keeps them.
     set_seed(config.seed)
     model = LoLForCausalLM(_model_config(config, tokenizer))
@@ -150,9 +162,9 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None, world: Worl
         model=model,
         module=module,
         optimizer=make_optimizer(model, config.optim),
-        loader=make_loader(packed, config.batch_size, data.num_workers),
-        train_documents=train_documents,
-        held_out=held_out_rows(held_out_documents, tokenizer, data.context_length, config.eval.rows),
+        loader=make_loader(rows, config.batch_size, data.num_workers),
+        sources=sources,
+        held_out_by_source=held_out_rows_by_source(held_out, tokenizer, data.context_length, config.eval.rows),
         plan=plan_run(config, model.config),
     )
     if checkpoint is not None:
@@ -161,8 +173,10 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None, world: Worl
 
 
 def open_held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, num_rows: int) -> list[Row]:
-    """Held-out rows of a run, without opening the rest of it."""
-    return held_out_rows(_open_sides(config)[1], tokenizer, config.data.context_length, num_rows)
+    """Held-out rows of a run, without opening the rest of it; of several sources, by turns."""
+    by_source = held_out_rows_by_source(_open_sides(config)[1], tokenizer, config.data.context_length, num_rows)
+    turns = zip_longest(*by_source.values())
+    return [row for turn in turns for row in turn if row is not None][:num_rows]
 
 
 def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | None:
@@ -181,8 +195,10 @@ def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | No
             held_out = None
             last = session.step == session.plan.steps
             if config.eval.every and (session.step % config.eval.every == 0 or last):
-                held_out = _measure(session, record["depth"])
-                log.write({"event": "eval", "step": session.step, "loss": held_out.loss, "depth": record["depth"]})
+                held_out, by_source = _measure(session, record["depth"])
+                log.write(
+                    {"event": "eval", "step": session.step, "loss": held_out.loss, "depth": record["depth"]} | by_source
+                )
             progress.update(
                 session.step,
                 loss=record["loss"],
@@ -266,7 +282,7 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
 def summarize(session: Session) -> dict[str, Any]:
     """What the run came to: the held-out loss beside those of counted models, and the use of the blocks."""
     config = session.config
-    result = _measure(session, config.model.num_routed_depths)
+    result, by_source = _measure(session, config.model.num_routed_depths)
     summary = {
         "event": "summary",
         "step": session.step,
@@ -278,45 +294,43 @@ def summarize(session: Session) -> dict[str, Any]:
         "parameters": count_parameters(session.model.config).total,
         "busiest_block_share": result.busiest_share,
         "load": result.load.tolist(),
-    }
+    } | by_source
     if config.eval.ngrams and session.world.is_main:
-        counts = NGramBaselines.count(
-            token_documents(session.train_documents, session.tokenizer), session.model.config.vocab_size
-        )
+        documents = (ids for source in session.sources for ids in token_documents(source.documents, session.tokenizer))
+        counts = NGramBaselines.count(documents, session.model.config.vocab_size)
         summary["unigram_loss"] = counts.unigram_loss(session.held_out)
         summary["bigram_loss"] = counts.bigram_loss(session.held_out)
     return summary
 
 
-def _measure(session: Session, depth: int) -> Evaluation:
-    """Every rank measures all held-out rows: they are few, and the result is the same to the last bit."""
-    config = session.config
-    with autocast(config.precision, session.world.device):
-        result = evaluate(session.model, session.held_out, config.batch_size, depth)
+def _measure(session: Session, depth: int) -> tuple[Evaluation, dict[str, Any]]:
+    """The held-out rows measured, and what a record says of each source: epochs, and of several the losses too.
+
+    Every rank measures all rows: they are few, and the result is the same to the last bit.
+    """
+    with autocast(session.config.precision, session.world.device):
+        result, losses = evaluate_sources(session.model, session.held_out_by_source, session.config.batch_size, depth)
     release(session.model)
-    return result
+    by_source: dict[str, Any] = {"epochs": session.loader.epochs}
+    return result, by_source | ({"losses": losses} if len(losses) > 1 else {})
 
 
-def _open_sides(config: TrainConfig) -> tuple[IterableDataset, IterableDataset]:
-    """The documents to train on and those held out."""
+def _open_sides(config: TrainConfig) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
+    """The sources to train on and those held out."""
     data = config.data
-    documents = open_documents(data.source, text_column=data.text_column, document_chars=data.document_chars)
+    sources = open_sources(data.source, text_column=data.text_column, document_chars=data.document_chars)
     if data.held_out_source is None:
-        return split_documents(documents, data.held_out_fraction)
-    held_out = open_documents(data.held_out_source, text_column=data.text_column, document_chars=data.document_chars)
-    return documents, held_out
+        return split_sources(sources, data.held_out_fraction)
+    held_out = open_sources(data.held_out_source, text_column=data.text_column, document_chars=data.document_chars)
+    return sources, held_out
 
 
-def _tokenizer(config: TrainConfig, documents: IterableDataset, checkpoint: Path | None) -> PreTrainedTokenizerFast:
+def _tokenizer(config: TrainConfig, sources: Sequence[Source], checkpoint: Path | None) -> PreTrainedTokenizerFast:
     if checkpoint is not None:
         return load_tokenizer(checkpoint)
     if config.data.tokenizer is not None:
         return load_tokenizer(config.data.tokenizer)
-    return train_tokenizer(_texts(documents), config.model.vocab_size)
-
-
-def _texts(documents: IterableDataset) -> Iterator[str]:
-    return (document["text"] for document in documents)
+    return train_tokenizer(mixed_texts(sources), config.model.vocab_size)
 
 
 def _model_config(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> LoLConfig:
@@ -411,6 +425,11 @@ def _describe(session: Session) -> str:
     return (
         f"{counts.total / 1e6:.1f} M parameters: {model.num_experts} blocks over {model.num_routed_depths} depths, "
         f"{model.num_prelude_layers}+{model.num_coda_layers} fixed layers, vocabulary {model.vocab_size:,}; "
-        f"{plan.steps:,} steps of {config.tokens_per_step:,} tokens from {config.data.source}, "
+        f"{plan.steps:,} steps of {config.tokens_per_step:,} tokens from {_sources(config)}, "
         f"{shorten(plan.total_flops, 'FLOP')}{budget}{resumed}"
     )
+
+
+def _sources(config: TrainConfig) -> str:
+    shares = parse_shares(config.data.source)
+    return ", ".join(f"{name} ({share:.3g})" if len(shares) > 1 else name for name, share in shares.items())
