@@ -30,7 +30,7 @@ def launch(program: Path, *args: object, ranks: int = 2, local_size: int | None 
             )
         )
     try:
-        results = [process.communicate(timeout=250) for process in started]
+        results = [process.communicate(timeout=200) for process in started]
     finally:
         for process in started:
             process.kill()

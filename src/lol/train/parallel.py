@@ -96,6 +96,8 @@ class World:
 def join_world(mode: Parallel) -> Iterator[World]:
     """The world that torchrun's environment describes, with its process group; without torchrun a world of one.
 
+    A process group that is there already is used, and stays.
+
     Raises:
         UserError: torchrun started several processes, and `mode` does not say what to do with them.
     """
@@ -120,11 +122,14 @@ def join_world(mode: Parallel) -> Iterator[World]:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    own_group = not dist.is_initialized()
+    if own_group:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield World(rank, size, local_rank, local_size, device)
     finally:
-        dist.destroy_process_group()
+        if own_group:
+            dist.destroy_process_group()
 
 
 def parallelize(model: LoLForCausalLM, mode: Parallel, world: World, precision: Precision = "float32") -> nn.Module:
@@ -161,7 +166,10 @@ def _replicate(model: LoLForCausalLM) -> DistributedDataParallel:
     return ddp
 
 
-def _sum_bucket(_state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+def _sum_bucket(
+    _state: None,
+    bucket: dist.GradBucket,  # pyright: ignore[reportPrivateImportUsage]
+) -> torch.futures.Future[Tensor]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])
