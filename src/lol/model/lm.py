@@ -48,7 +48,6 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
-        shift_labels: Int[Tensor, "B n"] | None = None,
         **kwargs: Any,
     ) -> LoLCausalLMOutput | tuple:
         """Run the model and score the vocabulary. Arguments as in `LoLModel`, and:
@@ -57,9 +56,12 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             labels: Usually the input ids; -100 leaves a place out. Place t is scored with the logits of place t-1 if
                 both belong to the same document: neither padding nor the first token of a document is ever a target.
             logits_to_keep: Compute the logits of only the last so many places, or of these places. 0 is all.
-            shift_labels: What each place is to predict, in place of `labels`: place t is scored with the logits of
-                place t. For texts that are cut up between processes, where a part does not hold its last target.
+            kwargs: `shift_labels` (batch, n), what each place is to predict, in place of `labels`: place t is scored
+                with the logits of place t. For texts that are cut up between processes, where a part does not hold its
+                last target. The rest is the loss function's.
         """
+        # Not in the signature: transformers' Trainer takes every parameter named so for a label that data must bring.
+        shift_labels = kwargs.pop("shift_labels", None)
         scored = labels is not None or shift_labels is not None
         if scored and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise UserError("labels need all logits: leave logits_to_keep out")
