@@ -15,7 +15,7 @@ from lol.generate import Document, Piece, Sampling, Window, generate_text, strea
 from lol.train.loading import load_model
 
 PROMPT = "naïve library of layers 日本"
-NEW = 24
+NEW = 16
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +60,16 @@ def test_the_pieces_are_the_text_of_generate(loaded, ours: dict, theirs: dict):
     assert [piece.position for piece in pieces] == list(range(len(ids)))
     text = "".join(piece.text for piece in pieces)
     assert text == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert text == generate_text(model, tokenizer, PROMPT, max_new_tokens=NEW, **ours)
     assert text.startswith(PROMPT)
     given = [piece.token for piece in pieces if piece.given]
     assert given == tokenizer(PROMPT)["input_ids"] == ids[: len(given)]
+
+
+def test_the_text_is_that_of_its_pieces(loaded):
+    options = {"max_new_tokens": 6, "temperature": 2.0, "top_k": None, "top_p": 0.9, "seed": 5, "path": [2, -1, 0, 1]}
+    assert generate_text(*loaded, "a b", **options) == "".join(
+        piece.text for piece in stream_text(*loaded, "a b", **options)
+    )
 
 
 @pytest.mark.parametrize("path", [None, [2, -1, 0, 1]], ids=["free", "forced"])
@@ -136,16 +142,16 @@ def test_a_path_holds_from_where_it_is_set(loaded):
     assert {w.expert for w in free} != {2}
 
 
-@pytest.mark.parametrize("after", range(1, 9))
+@pytest.mark.parametrize("after", [1, 3, 4, 5, 7])
 def test_an_iterator_may_be_left_anywhere(loaded, after: int):
     """Also within the prompt. What comes then is what would have come."""
     model, tokenizer = loaded
-    whole = list(Document(model, tokenizer).write("abc", Sampling(9, temperature=0)))
+    whole = list(Document(model, tokenizer).write("abc", Sampling(5, temperature=0)))
     document = Document(model, tokenizer)
-    first = document.write("abc", Sampling(9, temperature=0))
+    first = document.write("abc", Sampling(5, temperature=0))
     begun = list(itertools.islice(first, after))
     first.close()
-    rest = list(document.write("", Sampling(9, temperature=0)))
+    rest = list(document.write("", Sampling(5, temperature=0)))
     skipped = 4 - after if after < 4 else 0
     ids = ids_of(begun) + ids_of(whole)[after : after + skipped] + ids_of(rest)
     assert ids[: len(whole)] == ids_of(whole)

@@ -162,9 +162,10 @@ class Decoding:
 
     @path.setter
     def path(self, path: Sequence[int] | Int[Tensor, "..."] | None) -> None:
-        self._path = None if path is None else torch.as_tensor(path, dtype=torch.long)
-        if self._path is not None:
-            check_path(self._path, self.model.config)
+        blocks = None if path is None else torch.as_tensor(path, dtype=torch.long)
+        if blocks is not None:
+            check_path(blocks, self.model.config)
+        self._path = blocks
 
     def read(self, ids: Sequence[int] = (), scored: bool = False) -> Iterator[list[Token]]:
         """Add tokens to the text and run all that are not run yet; after each pass, the tokens of `ids` it has run.
