@@ -18,10 +18,10 @@ def growing_depth(step: int, initial: int, final: int, period: float) -> int:
     return math.ceil(grown - 1e-9)
 
 
-def depth_at(step: int, config: TrainConfig) -> int:
-    """Routed depths that a run executes at `step`."""
+def depth_at(step: int, config: TrainConfig, steps: int) -> int:
+    """Routed depths that a run of `steps` steps executes at `step` (from 0); it never falls."""
     final = config.model.num_routed_depths
     initial = config.growth.initial_depth
     if initial is None:
         return final
-    return growing_depth(step, initial, final, config.growth.until * config.steps)
+    return growing_depth(step, initial, final, config.growth.until * steps)
