@@ -11,7 +11,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from lol.errors import UserError
 from lol.model.base import LoLModel, LoLPreTrainedModel
 from lol.model.config import LoLConfig
-from lol.model.core import give_path_rows
+from lol.model.core import fit_path, give_path_rows
 from lol.model.outputs import LoLCausalLMOutput
 from lol.model.windows import find_documents
 
@@ -168,13 +168,10 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             inputs["router_only_ids"] = hidden if bool((hidden >= 0).any()) else None
         path = inputs.get("path")
         if path is not None:
-            path = torch.as_tensor(path, device=given.device)
-            if path.ndim > 1 and path.shape[-1] > 1:
-                mask = inputs.get("attention_mask")
-                longest = total if mask is None else int(mask.sum(1).max())
-                width = self.config.windows_in(longest, inputs.get("num_depths"))
-                path = nn.functional.pad(path[..., :width], (0, max(0, width - path.shape[-1])), value=-1)
-            inputs["path"] = path
+            mask = inputs.get("attention_mask")
+            longest = total if mask is None else int(mask.sum(1).max())
+            num_windows = self.config.windows_in(longest, inputs.get("num_depths"))
+            inputs["path"] = fit_path(torch.as_tensor(path, device=given.device), num_windows)
         return inputs
 
 
