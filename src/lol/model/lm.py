@@ -98,6 +98,8 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             router_logits=outputs.router_logits,
             routing=outputs.routing,
+            moe_router_logits=outputs.moe_router_logits,
+            moe_routing=outputs.moe_routing,
         )
         return output if return_dict is not False else output.to_tuple()
 
