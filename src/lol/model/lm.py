@@ -1,5 +1,6 @@
 """The language model: `LoLModel` with a head, a loss and generation."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
 
         Args:
             labels: Usually the input ids; -100 leaves a place out. Place t is scored with the logits of place t-1 if
-                both belong to the same document: neither padding nor the first token of a document is ever a target.
+                both belong to the same document: neither padding nor the first token of a document is ever a target. A
+                router-only token is none either, for the loss must not read it (decided here).
             logits_to_keep: Compute the logits of only the last so many places, or of these places. 0 is all.
         """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
@@ -87,7 +89,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         logits = self.lm_head(hidden)
         loss = None
         if labels is not None:
-            targets = next_tokens(labels, position_ids, attention_mask)
+            targets = next_tokens(labels, position_ids, attention_mask, router_only_ids)
             loss = self.loss_function(
                 logits=logits, labels=labels, shift_labels=targets, vocab_size=self.config.vocab_size, **kwargs
             )
@@ -165,10 +167,25 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         return inputs
 
 
-def next_tokens(labels: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+def next_tokens(
+    labels: Int[Tensor, "B n"],
+    position_ids: Int[Tensor, "_ n"] | None,
+    attention_mask: Int[Tensor, "B n"] | Bool[Tensor, "B n"] | None,
+    router_only_ids: Int[Tensor, "B n"] | None = None,
+) -> Int[Tensor, "B n"]:
     """The label that each place is to predict: the next one of its document, or none."""
     shape = (labels.shape[0], labels.shape[1])
     document = find_documents(shape, position_ids, attention_mask, labels.device).grid_document
     same = (document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0)
+    if router_only_ids is not None:
+        same &= router_only_ids[:, 1:] < 0
     targets = labels[:, 1:].masked_fill(~same, IGNORED_LABEL)
     return nn.functional.pad(targets, (0, 1), value=IGNORED_LABEL)
+
+
+def count_targets(batch: Mapping[str, Tensor]) -> int:
+    """Places of a batch of packed rows that are scored where all ids are labels."""
+    targets = batch["position_ids"] > 0
+    if "router_only_ids" in batch:
+        targets &= batch["router_only_ids"] < 0
+    return int(targets.sum())
