@@ -29,6 +29,7 @@ install: .venv/installed
 	  { echo "Python >= 3.11 is needed, this is $$($(PYTHON) --version). Name another: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python tests/ecosystem/fetch_transformers_tests.py
 	touch $@
 
 clean:

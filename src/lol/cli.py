@@ -25,12 +25,16 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
       lol train --run runs/mine --data my-text.txt --steps 500
   generate       continue a prompt, or what you type; --path forces blocks
       lol generate --model runs/demo --prompt "import os" --show-path
+  serve          OpenAI's completions API over HTTP, with paths
+      lol serve --model runs/demo --port 8000
   paths show     print the block of every window and depth of a text
       lol paths show --model runs/demo --text "def f(x): return x"
   paths report   write a run's report.html
       lol paths report --run runs/demo
   tokenizer      train a byte-level BPE
       lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
+  cost           parameters, FLOPs and bytes of a recipe or a model
+      lol cost demo --model.num-experts 16
   bench decode   time cached decoding against its alternatives
   bench core     time the dispatch of a routed depth against its alternatives
       lol bench core --json core.json
@@ -119,6 +123,22 @@ def generate(args: list[str]) -> int:
     )
 
 
+def serve(args: list[str]) -> int:
+    from lol.serve.limits import Serve
+
+    command = _parse(Serve, "serve", args)
+    try:
+        from lol.serve.server import serve as run_server
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "lol":
+            raise
+        raise UserError(
+            f"lol serve needs {error.name}, which is not installed: pip install library-of-layers[serve]"
+        ) from None
+    run_server(command)
+    return 0
+
+
 @dataclass(frozen=True)
 class PathsShow:
     """Print the block of every window and depth of a text, with the weight of its update.
@@ -171,8 +191,8 @@ class TrainTokenizer:
     Example: lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
     """
 
-    data: str
-    """Text file, folder, .jsonl, .parquet, hf:NAME[:CONFIG][:SPLIT], or stdlib."""
+    data: str | tuple[str, ...]
+    """Text file, folder, .jsonl, .parquet, hf:NAME[:CONFIG][:SPLIT], or stdlib; or several, each SOURCE[=WEIGHT]."""
     out: Path
     """Folder to write; must not exist yet."""
     vocab_size: int = 4096
@@ -182,33 +202,45 @@ class TrainTokenizer:
 
 
 def tokenizer(args: list[str]) -> int:
-    from lol.data.text import open_documents
+    from lol.data.mixture import mixed_texts, open_sources
     from lol.data.tokenizer import train_tokenizer
 
     command = _parse(TrainTokenizer, "tokenizer", args)
     if command.out.exists():
         raise UserError(f"{command.out} exists already: name a new folder as --out")
-    documents = open_documents(command.data, text_column=command.text_column)
-    trained = train_tokenizer((document["text"] for document in documents), command.vocab_size)
+    sources = open_sources(command.data, text_column=command.text_column)
+    trained = train_tokenizer(mixed_texts(sources), command.vocab_size)
     trained.save_pretrained(command.out)
     print(f"written: {command.out} ({len(trained):,} tokens)")
     return 0
 
 
+def cost(args: list[str]) -> int:
+    from lol.experiments.cost_table import Cost, config_of
+    from lol.experiments.cost_table import cost as print_cost
+    from lol.train.recipes import recipe
+
+    if args and not args[0].startswith("-"):
+        args = ["--recipe", *args]
+    folder = _flag(args, "--model", default="")
+    config = config_of(Path(folder)) if folder else recipe(_flag(args, "--recipe", default="demo"))
+    return _write_numbers(_parse(Cost, "cost", args, default=Cost(config)), print_cost)
+
+
 def bench_core(args: list[str]) -> int:
     from lol.bench.core import BenchCore, bench
 
-    return _run_bench(_parse(BenchCore, "bench core", args), bench)
+    return _write_numbers(_parse(BenchCore, "bench core", args), bench)
 
 
 def bench_decode(args: list[str]) -> int:
     from lol.bench.decode import BenchDecode, bench
 
-    return _run_bench(_parse(BenchDecode, "bench decode", args), bench)
+    return _write_numbers(_parse(BenchDecode, "bench decode", args), bench)
 
 
-def _run_bench(command: Any, bench: Callable[[Any], dict[str, Any]]) -> int:
-    result = bench(command)
+def _write_numbers(command: Any, verb: Callable[[Any], dict[str, Any]]) -> int:
+    result = verb(command)
     if command.json is not None:
         command.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
@@ -217,9 +249,11 @@ def _run_bench(command: Any, bench: Callable[[Any], dict[str, Any]]) -> int:
 VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("train",): train,
     ("generate",): generate,
+    ("serve",): serve,
     ("paths", "show"): paths_show,
     ("paths", "report"): paths_report,
     ("tokenizer",): tokenizer,
+    ("cost",): cost,
     ("bench", "core"): bench_core,
     ("bench", "decode"): bench_decode,
 }
@@ -317,8 +351,10 @@ def _flag(args: list[str], flag: str, default: str) -> str:
 
 def _summary_lines(summary: dict[str, Any]) -> str:
     losses = [("this model", summary["held_out_loss"])]
+    losses += [(f"  {source}", loss) for source, loss in summary.get("losses", {}).items()]
     losses += [(name, summary[f"{name}_loss"]) for name in ("bigram", "unigram") if f"{name}_loss" in summary]
     lines = ["held-out loss, nats per token:"]
-    lines += [f"  {name:<12}{loss:.3f}" for name, loss in losses]
+    width = max(12, *(len(name) + 2 for name, _ in losses))
+    lines += [f"  {name:<{width}}{loss:.3f}" for name, loss in losses]
     lines.append(f"busiest block: {100 * summary['busiest_block_share']:.0f} % of the held-out windows")
     return "\n".join(lines)

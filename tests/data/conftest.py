@@ -40,7 +40,7 @@ def open_texts(tmp_path):
     """Open texts as documents dealt into some .jsonl files of a folder: as many shards as files."""
 
     def open_them(texts: list[str], shards: int = 1) -> IterableDataset:
-        folder = tmp_path / "corpus"
+        folder = tmp_path / f"corpus-{shards}"
         folder.mkdir(exist_ok=True)
         for shard in range(shards):
             lines = (json.dumps({"text": text}) + "\n" for text in texts[shard::shards])

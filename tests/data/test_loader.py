@@ -3,12 +3,14 @@
 import json
 import multiprocessing
 from collections import Counter
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 
 import pytest
 import torch
 
-from lol.data.packing import PackedDocuments, make_loader
+from lol.data.loader import make_loader
+from lol.data.order import DocumentOrder, Part, Place
+from lol.data.packing import PackedDocuments
 from lol.data.tokenizer import encode_documents
 from lol.errors import UserError
 
@@ -19,6 +21,18 @@ def equal(batches, others) -> bool:
     return len(batches) == len(others) and all(
         torch.equal(batch[key], other[key]) for batch, other in zip(batches, others, strict=True) for key in batch
     )
+
+
+def documents_of(ids: list[int]) -> list[tuple[int, ...]]:
+    """The whole documents in a stream of token ids that begins with one; the last, which may be cut, is left out."""
+    starts = [k for k, token in enumerate(ids) if token == 0]  # BOS
+    return [tuple(ids[a:b]) for a, b in pairwise(starts)]
+
+
+def documents_in_part(documents, part: Part) -> int:
+    """How many documents of the first epoch a part has."""
+    blocks = DocumentOrder(documents, "", seed=0, shuffle_buffer=10**6).blocks(part, Place())
+    return sum(len(texts) for _, texts in takewhile(lambda block: block[0].epoch == 0, blocks))
 
 
 def test_batches_are_the_rows_in_order(tokenizer, open_texts):
@@ -79,10 +93,7 @@ def test_two_workers_read_the_corpus_once_and_can_be_resumed(tokenizer, open_tex
     first_epochs: list[tuple[int, ...]] = []
     for worker in range(2):
         ids = torch.cat([batch["input_ids"].flatten() for batch in given[worker::2]]).tolist()
-        starts = [k for k, token in enumerate(ids) if token == 0]
-        stream = [tuple(ids[a:b]) for a, b in pairwise(starts)]
-        part = stream[: next(k for k in range(len(stream) + 1) if k == len(stream) or stream[k] in stream[:k])]
-        first_epochs += part
+        first_epochs += documents_of(ids)[: documents_in_part(documents, Part(worker, 2))]
     assert Counter(first_epochs) == Counter(tuple(ids) for ids in encode_documents(tokenizer, TEXTS))
     del batches
     resumed = fresh()
@@ -93,7 +104,7 @@ def test_two_workers_read_the_corpus_once_and_can_be_resumed(tokenizer, open_tex
 @pytest.mark.slow
 def test_a_worker_without_documents_says_so(tokenizer, open_texts):
     loader = make_loader(PackedDocuments(open_texts(["only one"]), tokenizer, 4), 1, num_workers=2)
-    with pytest.raises(UserError, match=r"^no document for worker 1 of 2; use fewer workers") as caught:
+    with pytest.raises(UserError, match=r"^data: no document for reader 1 of 2 .*; use fewer workers") as caught:
         list(islice(loader, 4))
     # The worker that had no document may have ended by itself; the other one waits.
     assert multiprocessing.active_children()

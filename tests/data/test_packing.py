@@ -230,7 +230,7 @@ def test_impossible_settings(tokenizer, open_texts, settings, message):
 
 def test_documents_that_are_gone_are_an_error_and_no_endless_loop(tokenizer, open_texts):
     documents = open_texts(TEXTS).filter(lambda text: text == "gone", input_columns=["text"])
-    with pytest.raises(UserError, match="no document for worker 0 of 1"):
+    with pytest.raises(UserError, match="data: no document for reader 0 of 1"):
         next(iter(PackedDocuments(documents, tokenizer, 8)))
 
 

@@ -5,7 +5,6 @@ no mask, and pads prompts for generation on the left with one.
 """
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -57,18 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = ["--run", top / "run", "--data", write_documents(top / "corpus.txt"), *TRAINING]
     command = [sys.executable, "-m", "lol", "train", *map(str, flags)]
     subprocess.run(command, env=environment(), capture_output=True, check=True, timeout=200)
-    return _add_remote_code(find_checkpoint(top / "run"), top / "model")
-
-
-def _add_remote_code(checkpoint: Path, folder: Path) -> Path:
-    """A copy with what `trust_remote_code` loads, until save_pretrained writes it."""
-    shutil.copytree(checkpoint, folder)
-    config = json.loads((folder / "config.json").read_text())
-    classes = {"AutoConfig": "LoLConfig", "AutoModel": "LoLModel", "AutoModelForCausalLM": "LoLForCausalLM"}
-    config["auto_map"] = {auto: f"modeling_lol.{name}" for auto, name in classes.items()}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "modeling_lol.py").write_text(f"from lol import {', '.join(classes.values())}\n")
-    return folder
+    return find_checkpoint(top / "run")
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,16 @@ def test_an_empty_row_beside_a_packed_one(spec: Spec, seed: int):
 
 
 @bounded(15)
+@given(spec=specs(), lengths=st.lists(st.integers(1, 11), min_size=2, max_size=3), seed=seeds)
+def test_packed_rows_that_are_full(spec: Spec, lengths: list[int], seed: int):
+    """Rows of training: no place is padding. With a mask that says so, and with none."""
+    model, batch = make_model(spec, seed), make_batch([lengths, lengths[::-1]], seed, extra_columns=0)
+    assert batch.attention_mask.all()
+    check_against_oracle(spec, model, batch)
+    check_against_oracle(spec, model, batch, attention_mask=None)
+
+
+@bounded(15)
 @given(spec=specs(), length=st.integers(1, 14), seed=seeds)
 def test_one_plain_row_needs_neither_mask_nor_positions(spec: Spec, length: int, seed: int):
     batch = make_batch([[length]], seed, extra_columns=0)

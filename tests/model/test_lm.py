@@ -80,6 +80,26 @@ def test_router_logits_on_request_of_the_config(model: LoLForCausalLM):
     assert model(ids_of(1, 5), output_router_logits=False).router_logits is None
 
 
+def test_hidden_states_and_a_tuple_on_request_of_the_config(model: LoLForCausalLM):
+    ids = ids_of(1, 5)
+    wanted = model(ids, output_hidden_states=True)
+    model.config.output_hidden_states = True
+    assert_close(model(ids).hidden_states, wanted.hidden_states, rtol=0, atol=0)
+    assert model(ids, output_hidden_states=False).hidden_states is None
+    model.config.return_dict = False
+    assert_close(model(ids)[:2], (wanted.logits, wanted.hidden_states), rtol=0, atol=0)
+    assert model(ids, return_dict=True).logits.shape == wanted.logits.shape
+
+
+def test_the_old_name_of_the_cache_is_not_overlooked(model: LoLForCausalLM):
+    ids = ids_of(1, 9)
+    for one in (model, model.model):
+        cache = one(ids[:, :5], use_cache=True).cache
+        with pytest.warns(FutureWarning, match="Use `cache` instead"):
+            last = one(ids[:, 5:], past_key_values=cache)[0][:, -1]
+        assert_close(last, one(ids)[0][:, -1], **CLOSE)
+
+
 def test_the_last_hidden_state_is_normed_and_what_the_head_reads(model: LoLForCausalLM):
     output = model(ids_of(1, 7), output_hidden_states=True)
     assert torch.equal(model.lm_head(output.hidden_states[-1]), output.logits)
@@ -143,6 +163,17 @@ def test_the_loss_by_hand(model: LoLForCausalLM):
                 expected.append(negative_log_probability(output.logits[row, column - 1], int(labels[row, column])))
     assert len(expected) == (9 - 1) + (5 - 1) + (6 - 1) - 1
     assert output.loss.item() == pytest.approx(sum(expected) / len(expected), rel=1e-6)
+
+
+def test_the_loss_on_targets_that_are_in_place_already(model: LoLForCausalLM):
+    """A loss over parts of a text, each with the targets of its own places, is the loss over the text."""
+    ids = ids_of(1, 9)
+    whole = model(ids, labels=ids).loss
+    targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    assert_close(model(ids, shift_labels=targets).loss, whole)
+    assert_close(model(ids, labels=ids.flip(1), shift_labels=targets).loss, whole)
+    with pytest.raises(UserError, match="leave logits_to_keep out"):
+        model(ids, shift_labels=targets, logits_to_keep=1)
 
 
 def test_the_loss_of_a_part_of_a_batch(model: LoLForCausalLM):

@@ -286,7 +286,7 @@ def test_the_published_layer():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"moe_num_experts": 0}, "at least 1"),
+        ({"moe_num_experts": 1}, "at least 2"),
         ({"moe_num_experts": 2, "moe_top_k": 3}, "choose 1 to 2"),
         ({"moe_num_experts": 2, "moe_top_k": 0}, "choose 1 to 2"),
         ({"moe_num_experts": 2, "moe_intermediate_size": 0}, "None for the rule"),

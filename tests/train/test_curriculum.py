@@ -58,10 +58,12 @@ def config(**growth: object) -> TrainConfig:
 
 def test_off_by_default_and_around_the_growing_depth() -> None:
     fixed = config(initial_depth=1)
-    assert [executed_depth(step, fixed) for step in range(100)] == [depth_at(step, fixed) for step in range(100)]
+    assert [executed_depth(step, fixed, 100) for step in range(100)] == [
+        depth_at(step, fixed, 100) for step in range(100)
+    ]
     sampled = config(initial_depth=1, sampled=True)
-    depths = [executed_depth(step, sampled) for step in range(100)]
-    assert [depth_at(step, sampled) for step in range(100)] == [depth_at(step, fixed) for step in range(100)]
+    depths = [executed_depth(step, sampled, 100) for step in range(100)]
+    assert [depth_at(step, sampled, 100) for step in range(100)] == [depth_at(step, fixed, 100) for step in range(100)]
     # Around 2 at the beginning, 3 on average; around 8 at the end.
     assert sum(depths[:10]) / 10 < 4.5 < sum(depths[90:]) / 10
     assert {*depths} <= {*range(1, 9)}
@@ -69,4 +71,5 @@ def test_off_by_default_and_around_the_growing_depth() -> None:
 
 
 def test_a_model_without_a_core_samples_nothing() -> None:
-    assert executed_depth(0, TrainConfig(model=LoLConfig(num_routed_depths=0), growth=GrowthConfig(sampled=True))) == 0
+    without = TrainConfig(model=LoLConfig(num_routed_depths=0), growth=GrowthConfig(sampled=True))
+    assert executed_depth(0, without, 100) == 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from lol.train.progress import Progress
+from lol.train.progress import Progress, shorten
 
 
 class Clock:
@@ -119,3 +119,26 @@ def test_eighty_columns_show_everything_without_the_bar() -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn(80, {"TERM": "xterm"}, None))
     assert "━" not in text
     assert "step 12001/60000 loss 5.12 held-out 5.50 depth 3/6 14,200 tokens/s 13:19:59 left" in text
+
+
+@pytest.mark.parametrize(("terminal", "width", "shown"), [(False, 40, True), (True, 130, True), (True, 110, False)])
+def test_what_is_used_up_stands_where_there_is_room(terminal: bool, width: int, shown: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=width, _environ={"TERM": "xterm"})
+    with Progress(20, enabled=terminal, console=console) as progress:
+        progress.update(3, loss=4.0, tokens=10, depth=2, depths=6, spent="1.2 M tokens, 3 TFLOP")
+    assert ("depth 2/6  1.2 M tokens, 3 TFLOP  " in out.getvalue()) == shown
+    assert "depth 2/6  " in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999, "999"), (999.6, "1 k"), (1234, "1.23 k"), (17_300_000, "17.3 M"), (10**27, "1e+06 Z")],
+)
+def test_numbers_are_shortened_to_three_digits(number: float, text: str) -> None:
+    assert shorten(number) == text
+
+
+def test_a_unit_follows_the_prefix() -> None:
+    assert shorten(1.73e19, "FLOP") == "17.3 EFLOP"
+    assert shorten(12, "B") == "12 B"

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import ModelOutput
 
 from lol.errors import UserError
 from lol.model.attention import AttentionShape
@@ -100,6 +102,11 @@ class LoLPreTrainedModel(PreTrainedModel):
         if isinstance(module, Float32Bias) and module.expert_bias is not None:
             init.zeros_(module.expert_bias)
 
+    def in_asked_form(self, output: ModelOutput, return_dict: bool | None) -> Any:
+        """The output itself, or the tuple of its fields that are not `None`."""
+        as_it_is = self.config.return_dict if return_dict is None else return_dict
+        return output if as_it_is else output.to_tuple()
+
 
 class LoLModel(Float32Bias, LoLPreTrainedModel):
     """Embedding, prelude, routed core, coda and final norm."""
@@ -118,8 +125,8 @@ class LoLModel(Float32Bias, LoLPreTrainedModel):
         self.prelude = nn.ModuleList(layer(config, index) for index in range(config.num_prelude_layers))
         self.library = Library(config) if depths else None
         self.router = Router(config) if learned else None
-        self.film = FilmTable(depths, d) if config.depth_film else None
-        self.injection = DiagonalInjection(d) if config.input_injection == "diagonal" else None
+        self.film = FilmTable(depths, d) if config.depth_film and depths else None
+        self.injection = DiagonalInjection(d) if config.input_injection == "diagonal" and depths else None
         self.coda = nn.ModuleList(layer(config, first_coda + index) for index in range(config.num_coda_layers))
         self.norm = RMSNorm(d, config.rms_norm_eps)
         self.depth_embedding = nn.Parameter(torch.empty(depths, d)) if learned else None
@@ -133,6 +140,7 @@ class LoLModel(Float32Bias, LoLPreTrainedModel):
         """The mixture-of-experts layers in the order in which they run."""
         return [layer for layer in (*self.prelude, *self.coda) if isinstance(layer, MoEBlock)]
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: Int[Tensor, "B n"] | None = None,
@@ -172,12 +180,12 @@ class LoLModel(Float32Bias, LoLPreTrainedModel):
             first_window_full_backprop: Let each document's first window have gradients at every depth all the same.
             generator: Source of the router's training noise: per depth, in order, one standard normal (windows, L).
                 Default: torch's global generator.
-            output_router_logits: Return the router's raw logits.
+            output_router_logits: Return the router's raw logits. Default: as the config says, like the next.
             output_hidden_states: Return the state after every layer.
             cache: `DynamicCache(config=model.config)`; what earlier passes have put into it goes on. The attention mask
                 then covers those tokens too.
             use_cache: Make and return a cache where none is given. Default: no.
-            return_dict: False returns a tuple of the fields that are not `None`.
+            return_dict: False returns a tuple of the fields that are not `None`. Default: as the config says.
 
         Raises:
             UserError: an input that cannot be run; the message names the fix.
@@ -186,6 +194,8 @@ class LoLModel(Float32Bias, LoLPreTrainedModel):
             cache = DynamicCache(config=self.config)
         if kwargs.pop("output_attentions", None):
             raise UserError("attention weights are not returned: leave output_attentions out")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         embeds, documents = self._embed(input_ids, inputs_embeds, attention_mask, position_ids, cache)
         embeds, router_only = self._hide_router_only(embeds, documents, router_only_ids)
         batch = documents.shape[0]
@@ -221,7 +231,7 @@ class LoLModel(Float32Bias, LoLPreTrainedModel):
             moe_router_logits=collect_moe_logits(choices, documents) if output_router_logits and choices else None,
             moe_routing=collect_moe_routing(choices, documents) if choices else None,
         )
-        return output if return_dict is not False else output.to_tuple()
+        return self.in_asked_form(output, return_dict)
 
     def _embed(
         self,

@@ -233,8 +233,8 @@ class LoLConfig(PreTrainedConfig):
             if size is not None:
                 raise UserError("moe_intermediate_size is only read with moe_num_experts: set it, or leave both out")
             return
-        if experts < 1:
-            raise UserError(f"moe_num_experts must be at least 1 (or None for ordinary layers), not {experts}")
+        if experts < 2:
+            raise UserError(f"moe_num_experts must be at least 2 (or None for ordinary layers), not {experts}")
         if not 1 <= self.moe_top_k <= experts:
             raise UserError(f"moe_top_k={self.moe_top_k}, but a layer has {experts} experts: choose 1 to {experts}")
         if size is not None and size < 1:

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin
+from transformers.utils.deprecation import deprecate_kwarg
 
 from lol.errors import UserError
 from lol.model.base import LoLModel, LoLPreTrainedModel
@@ -29,6 +30,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: Int[Tensor, "B n"] | None = None,
@@ -49,6 +51,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
+        shift_labels: Int[Tensor, "B n"] | None = None,
         **kwargs: Any,
     ) -> LoLCausalLMOutput | tuple:
         """Run the model and score the vocabulary. Arguments as in `LoLModel`, and:
@@ -58,10 +61,13 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
                 both belong to the same document: neither padding nor the first token of a document is ever a target. A
                 router-only token is none either, for the loss must not read it (decided here).
             logits_to_keep: Compute the logits of only the last so many places, or of these places. 0 is all.
+            shift_labels: What each place is to predict, in place of `labels`: place t is scored with the logits of
+                place t. For texts that are cut up between processes, where a part does not hold its last target.
         """
-        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+        scored = labels is not None or shift_labels is not None
+        if scored and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise UserError("labels need all logits: leave logits_to_keep out")
-        if labels is not None and cache is not None and cache.get_seq_length():
+        if scored and cache is not None and cache.get_seq_length():
             raise UserError("a loss needs the whole text: give labels without a cache that holds its beginning")
         outputs = self.model(
             input_ids=input_ids,
@@ -79,6 +85,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             cache=cache,
             use_cache=use_cache,
+            return_dict=True,
             output_attentions=kwargs.pop("output_attentions", None),
         )
         hidden = outputs.last_hidden_state
@@ -87,11 +94,12 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
         logits = self.lm_head(hidden)
+        if shift_labels is None and labels is not None:
+            shift_labels = next_tokens(labels, position_ids, attention_mask, router_only_ids)
         loss = None
-        if labels is not None:
-            targets = next_tokens(labels, position_ids, attention_mask, router_only_ids)
+        if shift_labels is not None:
             loss = self.loss_function(
-                logits=logits, labels=labels, shift_labels=targets, vocab_size=self.config.vocab_size, **kwargs
+                logits=logits, labels=labels, shift_labels=shift_labels, vocab_size=self.config.vocab_size, **kwargs
             )
         output = LoLCausalLMOutput(
             loss=loss,
@@ -103,7 +111,16 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             moe_router_logits=outputs.moe_router_logits,
             moe_routing=outputs.moe_routing,
         )
-        return output if return_dict is not False else output.to_tuple()
+        return self.in_asked_form(output, return_dict)
+
+    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "offloaded"):
+            raise UserError(
+                f"cache_implementation={kind!r} has no form for routed layers: leave it out (what they keep does not "
+                "grow with the text)"
+            )
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)  # pyright: ignore
 
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **kwargs: Any

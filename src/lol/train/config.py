@@ -11,17 +11,20 @@ import tyro
 from lol.errors import UserError
 from lol.model.config import LoLConfig
 
+_SOURCES = "SOURCE | SOURCE[=WEIGHT] SOURCE[=WEIGHT] ..."
+
 
 @dataclass(frozen=True)
 class DataConfig:
     """What is trained on. (See `lol.data`.)"""
 
-    source: Annotated[str, tyro.conf.arg(aliases=["--data"])] = "stdlib"
-    """Text file, folder, .jsonl, .parquet, hf:NAME[:CONFIG][:SPLIT], or stdlib (the running Python's own library)."""
-    held_out_source: str | None = None
-    """Evaluate on this source; without it, a share of the documents of `source` is held out."""
+    source: Annotated[str | tuple[str, ...], tyro.conf.arg(aliases=["--data"], metavar=_SOURCES)] = "stdlib"
+    """Text file, folder, .jsonl, .parquet, hf:NAME[:CONFIG][:SPLIT], or stdlib (the running Python's own library).
+    Several are mixed: in equal shares of tokens, or by weights."""
+    held_out_source: Annotated[str | tuple[str, ...] | None, tyro.conf.arg(metavar=_SOURCES)] = None
+    """Evaluate on this source, or several; without it, a share of the documents of every source is held out."""
     held_out_fraction: float = 0.05
-    """Share of the documents' groups that is held out."""
+    """Share of the documents' groups that is held out, of every source."""
     text_column: str = "text"
     """Column of the text in .jsonl, .parquet and hub data sets."""
     document_chars: int = 2000
@@ -31,7 +34,7 @@ class DataConfig:
     context_length: int = 1024
     """Tokens in a row."""
     shuffle_buffer: int = 2048
-    """Documents that are shuffled together."""
+    """Documents that are shuffled together, of every source."""
     num_workers: int = 0
     """Processes that read and tokenize beside the training."""
 
@@ -99,6 +102,16 @@ class GrowthConfig:
 
 
 @dataclass(frozen=True)
+class BudgetConfig:
+    """What a run may use up. It ends before the first step that would exceed a budget; schedules end there too."""
+
+    tokens: int | None = None
+    """Tokens to train on; without it, as many as the steps take."""
+    flops: int | float | None = None
+    """Floating-point operations of training, as `lol cost` counts them; without it, as many as the steps take."""
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """Measuring on held-out rows."""
 
@@ -121,9 +134,10 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     growth: GrowthConfig = field(default_factory=GrowthConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     steps: int = 1000
-    """Optimizer steps."""
+    """Optimizer steps; a budget may end the run before."""
     batch_size: int = 16
     """Rows in a forward pass."""
     accumulation: int = 1
@@ -143,6 +157,9 @@ class TrainConfig:
                 raise UserError(f"{place} must be {fix}, not {value}")
         if not all(0 <= beta < 1 for beta in self.optim.betas):
             raise UserError(f"optim.betas must be two numbers from 0 to below 1, not {self.optim.betas}")
+        for name, budget in dataclasses.asdict(self.budget).items():
+            if budget is not None and not 0 < budget < math.inf:
+                raise UserError(f"budget.{name} must be positive and finite, or None for no budget, not {budget}")
         self._check_growth()
 
     def _check_growth(self) -> None:
@@ -219,13 +236,20 @@ def from_json(values: dict[str, Any]) -> TrainConfig:
         UserError: a field that does not exist.
     """
     sections = {"data": DataConfig, "optim": OptimConfig, "balance": BalanceConfig, "growth": GrowthConfig}
-    sections |= {"eval": EvalConfig, "model": LoLConfig}
+    sections |= {"budget": BudgetConfig, "eval": EvalConfig}
     try:
-        if "betas" in values.get("optim", {}):
-            values = values | {"optim": values["optim"] | {"betas": tuple(values["optim"]["betas"])}}
-        built = {name: sections[name](**value) if name in sections else value for name, value in values.items()}
+        built = {
+            name: sections[name](**_with_tuples(value)) if name in sections else value for name, value in values.items()
+        }
+        if "model" in values:
+            built["model"] = LoLConfig(**values["model"])
         return TrainConfig(**built)
     except TypeError as error:
         raise UserError(
             f"this configuration is of another version of lol ({error}): use the lol that wrote it"
         ) from error
+
+
+def _with_tuples(section: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no tuples, and no field of these sections is a list."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}

@@ -45,18 +45,21 @@ def sampled_depth(seed: int, step: int, mean: int, most: int, *, sigma: float = 
     return min(most, unit * (int(torch.poisson(rate, generator=generator)) + 1))
 
 
-def depth_at(step: int, config: TrainConfig) -> int:
-    """Routed depths that are due at `step`: what evaluation runs, and what a sampled depth is drawn around."""
+def depth_at(step: int, config: TrainConfig, steps: int) -> int:
+    """Routed depths that are due at `step` (from 0) of a run of `steps` steps; it never falls.
+
+    Evaluation runs these, and a sampled depth is drawn around them.
+    """
     final = config.model.num_routed_depths
     initial = config.growth.initial_depth
     if initial is None:
         return final
-    return growing_depth(step, initial, final, config.growth.until * config.steps)
+    return growing_depth(step, initial, final, config.growth.until * steps)
 
 
-def executed_depth(step: int, config: TrainConfig) -> int:
+def executed_depth(step: int, config: TrainConfig, steps: int) -> int:
     """Routed depths that training executes at `step`."""
-    depth = depth_at(step, config)
+    depth = depth_at(step, config, steps)
     if not config.growth.sampled or depth == 0:
         return depth
     most, growth = config.model.num_routed_depths, config.growth

@@ -1,6 +1,6 @@
 """Measuring a model on held-out rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,11 @@ from lol.model.lm import LoLForCausalLM, count_targets
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean next-token loss in nats over all targets of the rows, and the windows that ran each block (D, L)."""
+    """Mean next-token loss in nats over all targets of the rows, how many those are, and the windows that ran each
+    block (D, L)."""
 
     loss: float
+    targets: int
     load: Int[Tensor, "D L"]
 
     @property
@@ -40,4 +42,18 @@ def evaluate(model: LoLForCausalLM, rows: Sequence[Row], batch_size: int, num_de
         load += output.routing.load.cpu()
         targets += count_targets(batch)
     model.train(was_training)
-    return Evaluation(float(loss) / targets, load)
+    return Evaluation(float(loss) / targets, targets, load)
+
+
+def evaluate_sources(
+    model: LoLForCausalLM, rows: Mapping[str, Sequence[Row]], batch_size: int, num_depths: int
+) -> tuple[Evaluation, dict[str, float]]:
+    """Measure the rows of each source by itself: the result over all targets of all of them, and each one's loss."""
+    results = {name: evaluate(model, some, batch_size, num_depths) for name, some in rows.items()}
+    if len(results) == 1:
+        (only,) = results.values()
+        return only, {name: result.loss for name, result in results.items()}
+    targets = sum(result.targets for result in results.values())
+    loss = sum(result.loss * result.targets for result in results.values()) / targets
+    load = torch.stack([result.load for result in results.values()]).sum(0)
+    return Evaluation(loss, targets, load), {name: result.loss for name, result in results.items()}

@@ -24,20 +24,7 @@ def load_model(folder: Path) -> tuple[LoLForCausalLM, PreTrainedTokenizerFast]:
         UserError: there is no model in the folder, it is of another architecture, or its weights are damaged.
     """
     path = find_checkpoint(folder)
-    config_file = path / "config.json"
-    try:
-        config = json.loads(config_file.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{folder} holds no model: give a run folder, a checkpoint or a transformers folder") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{config_file} cannot be read ({error}): give the folder of a model") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{config_file} is not a JSON object: give the folder of a model")
-    if config.get("model_type") != LoLConfig.model_type:
-        raise UserError(
-            f"{folder} holds a model of type {config.get('model_type')!r}: give one that was trained with lol "
-            f"(model_type {LoLConfig.model_type!r})"
-        )
+    _check_model_type(folder, path)
     try:
         with no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -54,6 +41,17 @@ def load_model(folder: Path) -> tuple[LoLForCausalLM, PreTrainedTokenizerFast]:
     return model.eval(), load_tokenizer(path)
 
 
+def load_config(folder: Path) -> LoLConfig:
+    """The configuration of the model that `load_model` would load, without its weights.
+
+    Raises:
+        UserError: there is no model in the folder, or it is of another architecture.
+    """
+    path = find_checkpoint(folder)
+    _check_model_type(folder, path)
+    return LoLConfig.from_pretrained(path, local_files_only=True)
+
+
 def find_checkpoint(folder: Path) -> Path:
     """The folder itself, or the newest whole checkpoint if it is a run's."""
     if not folder.is_dir():
@@ -66,3 +64,20 @@ def find_checkpoint(folder: Path) -> Path:
     if newest is None:
         raise UserError(f"{folder} holds no whole checkpoint: let the run write one, or restore one")
     return newest
+
+
+def _check_model_type(folder: Path, path: Path) -> None:
+    config_file = path / "config.json"
+    try:
+        config = json.loads(config_file.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no model: give a run folder, a checkpoint or a transformers folder") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{config_file} cannot be read ({error}): give the folder of a model") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{config_file} is not a JSON object: give the folder of a model")
+    if config.get("model_type") != LoLConfig.model_type:
+        raise UserError(
+            f"{folder} holds a model of type {config.get('model_type')!r}: give one that was trained with lol "
+            f"(model_type {LoLConfig.model_type!r})"
+        )

@@ -16,6 +16,8 @@ _LINE_SHARE = 0.05
 # Lines get rarer in a long run: never more than about a hundred for each factor e in running time.
 _LINE_GROWTH = 0.01
 _BAR_FROM_WIDTH = 96
+_SPENT_FROM_WIDTH = 128
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
 class Progress:
@@ -53,11 +55,20 @@ class Progress:
         self._task = self._bar.add_task("", total=total_steps, completed=start_step, text="") if self._bar else None
 
     def update(
-        self, step: int, *, loss: float, tokens: int, depth: int, depths: int, heldout: float | None = None
+        self,
+        step: int,
+        *,
+        loss: float,
+        tokens: int,
+        depth: int,
+        depths: int,
+        spent: str = "",
+        heldout: float | None = None,
     ) -> None:
         """Report that `step` steps are done (1..total_steps), the last one at this loss (nats) on `tokens` tokens.
 
-        depth of depths routed depths were run. heldout: a new held-out loss (nats); the last one stays on show.
+        depth of depths routed depths were run. spent: what the run has used up so far, in words; a bar on a narrow
+        terminal has no room for it. heldout: a new held-out loss (nats); the last one stays on show.
         """
         now = self._clock()
         self._heldout = self._heldout if heldout is None else heldout
@@ -72,7 +83,10 @@ class Progress:
         parts = [f"loss {loss:.2f}"]
         if self._heldout is not None:
             parts.append(f"held-out {self._heldout:.2f}")
-        parts += [f"depth {depth}/{depths}", f"{self._tokens_per_second(now):,.0f} tokens/s"]
+        parts.append(f"depth {depth}/{depths}")
+        if spent and (self._bar is None or self._console.width >= _SPENT_FROM_WIDTH):
+            parts.append(spent)
+        parts.append(f"{self._tokens_per_second(now):,.0f} tokens/s")
         left = self.seconds_left(step)
         if left is not None:
             parts.append(f"{_duration(left)} left")
@@ -134,6 +148,14 @@ class Progress:
     def _print(self, text: str) -> None:
         # Paths and losses are text: no markup, no colours, no line breaks at the console's width.
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def shorten(number: int | float, unit: str = "") -> str:
+    """Three digits and a prefix: 17_300_000 is "17.3 M", 1.73e19 with the unit FLOP "17.3 EFLOP"."""
+    place = 0
+    while number >= 999.5 and place < len(_PREFIXES) - 1:
+        number, place = number / 1000, place + 1
+    return f"{number:.3g} {_PREFIXES[place]}{unit}".rstrip()
 
 
 def _duration(seconds: float) -> str:

@@ -2,34 +2,43 @@
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import IterableDataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, set_seed
 
+from lol.data.loader import PackedLoader, make_loader
+from lol.data.mixture import (
+    MixedRows,
+    Source,
+    held_out_rows_by_source,
+    mixed_texts,
+    open_sources,
+    parse_shares,
+    split_sources,
+)
 from lol.data.ngram import NGramBaselines
-from lol.data.packing import PackedDocuments, PackedLoader, Row, held_out_rows, make_loader, token_documents
-from lol.data.text import open_documents, split_documents
+from lol.data.packing import Row, token_documents
 from lol.data.tokenizer import load_tokenizer, train_tokenizer
 from lol.errors import UserError
 from lol.model.config import LoLConfig
 from lol.model.cost import count_parameters
 from lol.model.lm import LoLForCausalLM, count_targets
 from lol.train.balance import auxiliary_coefficient, batch_loss, document_losses, update_biases
+from lol.train.budget import Plan, plan_run
 from lol.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from lol.train.config import TrainConfig, as_json
-from lol.train.curriculum import depth_at, executed_depth
-from lol.train.evaluate import Evaluation, evaluate
+from lol.train.evaluate import Evaluation, evaluate_sources
 from lol.train.interrupt import Interrupt
 from lol.train.metrics import MetricsLog, trim_metrics
 from lol.train.optim import learning_rate_at, make_optimizer
-from lol.train.progress import Progress
+from lol.train.progress import Progress, shorten
 from lol.train.run_folder import CHECKPOINTS, open_run
 from lol.train.state import rng_state, set_rng_state
 
@@ -47,11 +56,18 @@ class Session:
     model: LoLForCausalLM
     optimizer: torch.optim.Optimizer
     loader: PackedLoader
-    train_documents: IterableDataset
-    held_out: list[Row]
+    sources: tuple[Source, ...]
+    held_out_by_source: dict[str, list[Row]]
+    plan: Plan
     step: int = 0
     tokens: int = 0
+    flops: int = 0
     seconds: float = 0.0
+
+    @property
+    def held_out(self) -> list[Row]:
+        """All held-out rows, source after source."""
+        return [row for rows in self.held_out_by_source.values() for row in rows]
 
 
 @dataclass(frozen=True)
@@ -87,9 +103,7 @@ def train(config: TrainConfig, run: Path, *, resume: bool = False, bar: bool | N
             raise
         trim_metrics(run, session.step)
         log = stack.enter_context(MetricsLog(run))
-        progress = stack.enter_context(
-            Progress(config.steps, session.step, enabled=bar, work=lambda step: _relative_cost(config, step))
-        )
+        progress = stack.enter_context(Progress(session.plan.steps, session.step, enabled=bar, work=session.plan.flops))
         progress.note(_describe(session))
         stopped_by = run_steps(session, log, progress)
         if stopped_by is not None:
@@ -102,11 +116,9 @@ def train(config: TrainConfig, run: Path, *, resume: bool = False, bar: bool | N
 def prepare(config: TrainConfig, run: Path, checkpoint: Path | None) -> Session:
     """Data, tokenizer, model and optimizer; from the checkpoint's state if there is one."""
     data = config.data
-    train_documents, held_out_documents = _open_sides(config)
-    tokenizer = _tokenizer(config, train_documents, checkpoint)
-    packed = PackedDocuments(
-        train_documents, tokenizer, data.context_length, seed=config.seed, shuffle_buffer=data.shuffle_buffer
-    )
+    sources, held_out = _open_sides(config)
+    tokenizer = _tokenizer(config, sources, checkpoint)
+    rows = MixedRows(sources, tokenizer, data.context_length, seed=config.seed, shuffle_buffer=data.shuffle_buffer)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # Python's and numpy's generators too: what a user adds may draw from them, and a checkpoint keeps them.
     set_seed(config.seed)
@@ -118,9 +130,10 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None) -> Session:
         tokenizer=tokenizer,
         model=model,
         optimizer=make_optimizer(model, config.optim),
-        loader=make_loader(packed, config.batch_size, data.num_workers),
-        train_documents=train_documents,
-        held_out=held_out_rows(held_out_documents, tokenizer, data.context_length, config.eval.rows),
+        loader=make_loader(rows, config.batch_size, data.num_workers),
+        sources=sources,
+        held_out_by_source=held_out_rows_by_source(held_out, tokenizer, data.context_length, config.eval.rows),
+        plan=plan_run(config, model.config),
     )
     if checkpoint is not None:
         _restore(session, checkpoint)
@@ -128,8 +141,10 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None) -> Session:
 
 
 def open_held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, num_rows: int) -> list[Row]:
-    """Held-out rows of a run, without opening the rest of it."""
-    return held_out_rows(_open_sides(config)[1], tokenizer, config.data.context_length, num_rows)
+    """Held-out rows of a run, without opening the rest of it; of several sources, by turns."""
+    by_source = held_out_rows_by_source(_open_sides(config)[1], tokenizer, config.data.context_length, num_rows)
+    turns = zip_longest(*by_source.values())
+    return [row for turn in turns for row in turn if row is not None][:num_rows]
 
 
 def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | None:
@@ -138,7 +153,7 @@ def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | No
     session.model.train()
     rows = iter(session.loader)
     with Interrupt() as interrupt:
-        while session.step < config.steps:
+        while session.step < session.plan.steps:
             began = time.monotonic()
             batches = [next(rows) for _ in range(config.accumulation)]
             record = take_step(session, batches)
@@ -146,15 +161,16 @@ def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | No
             record["tokens_per_second"] = round(config.tokens_per_step / (time.monotonic() - began), 1)
             log.write(record)
             held_out = None
-            last = session.step == config.steps
+            last = session.step == session.plan.steps
             if config.eval.every and (session.step % config.eval.every == 0 or last):
-                depth = depth_at(session.step - 1, config)
-                held_out = evaluate(session.model, session.held_out, config.batch_size, depth)
-                log.write({"event": "eval", "step": session.step, "loss": held_out.loss, "depth": depth})
+                depth = session.plan.due_depth(session.step - 1)
+                held_out, by_source = _measure(session, depth)
+                log.write({"event": "eval", "step": session.step, "loss": held_out.loss, "depth": depth} | by_source)
             progress.update(
                 session.step,
                 loss=record["loss"],
                 tokens=config.tokens_per_step,
+                spent=f"{shorten(session.tokens)} tokens, {shorten(session.flops, 'FLOP')}",
                 depth=record["depth"],
                 depths=config.model.num_routed_depths,
                 heldout=held_out.loss if held_out else None,
@@ -170,9 +186,9 @@ def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | No
 
 def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
     """One optimizer step over the micro-batches: as if they were one batch. Returns its record for the log."""
-    config, model, step = session.config, session.model, session.step
-    depth = executed_depth(step, config)
-    learning_rate = learning_rate_at(step, config.steps, config.optim)
+    config, model, plan, step = session.config, session.model, session.plan, session.step
+    depth = plan.depth(step)
+    learning_rate = learning_rate_at(step, plan.steps, config.optim)
     for group in session.optimizer.param_groups:
         group["lr"] = learning_rate
     targets = sum(map(count_targets, batches))
@@ -207,14 +223,16 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
         )
     session.optimizer.step()
     session.optimizer.zero_grad(set_to_none=True)
-    update_biases(model.model, load, moe_load, config.balance, step, config.steps)
+    update_biases(model.model, load, moe_load, config.balance, step, plan.steps)
     session.step += 1
     session.tokens += config.tokens_per_step
+    session.flops += plan.flops(step)
     return {
         "event": "train",
         "step": session.step,
         "loss": loss.item(),
         "tokens": session.tokens,
+        "flops": session.flops,
         "depth": depth,
         "learning_rate": learning_rate,
         "grad_norm": norm.item(),
@@ -226,46 +244,50 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
 def summarize(session: Session) -> dict[str, Any]:
     """What the run came to: the held-out loss beside those of counted models, and the use of the blocks."""
     config = session.config
-    result: Evaluation = evaluate(session.model, session.held_out, config.batch_size, config.model.num_routed_depths)
+    result, by_source = _measure(session, config.model.num_routed_depths)
     summary = {
         "event": "summary",
         "step": session.step,
         "held_out_loss": result.loss,
         "tokens": session.tokens,
+        "flops": session.flops,
+        "ended_by": session.plan.limit,
         "seconds": round(session.seconds, 1),
         "parameters": count_parameters(session.model.config).total,
         "busiest_block_share": result.busiest_share,
         "load": result.load.tolist(),
-    }
+    } | by_source
     if config.eval.ngrams:
-        counts = NGramBaselines.count(
-            token_documents(session.train_documents, session.tokenizer), session.model.config.vocab_size
-        )
+        documents = (ids for source in session.sources for ids in token_documents(source.documents, session.tokenizer))
+        counts = NGramBaselines.count(documents, session.model.config.vocab_size)
         summary["unigram_loss"] = counts.unigram_loss(session.held_out)
         summary["bigram_loss"] = counts.bigram_loss(session.held_out)
     return summary
 
 
-def _open_sides(config: TrainConfig) -> tuple[IterableDataset, IterableDataset]:
-    """The documents to train on and those held out."""
+def _measure(session: Session, depth: int) -> tuple[Evaluation, dict[str, Any]]:
+    """The held-out rows measured, and what a record says of each source: epochs, and of several the losses too."""
+    result, losses = evaluate_sources(session.model, session.held_out_by_source, session.config.batch_size, depth)
+    by_source: dict[str, Any] = {"epochs": session.loader.epochs}
+    return result, by_source | ({"losses": losses} if len(losses) > 1 else {})
+
+
+def _open_sides(config: TrainConfig) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
+    """The sources to train on and those held out."""
     data = config.data
-    documents = open_documents(data.source, text_column=data.text_column, document_chars=data.document_chars)
+    sources = open_sources(data.source, text_column=data.text_column, document_chars=data.document_chars)
     if data.held_out_source is None:
-        return split_documents(documents, data.held_out_fraction)
-    held_out = open_documents(data.held_out_source, text_column=data.text_column, document_chars=data.document_chars)
-    return documents, held_out
+        return split_sources(sources, data.held_out_fraction)
+    held_out = open_sources(data.held_out_source, text_column=data.text_column, document_chars=data.document_chars)
+    return sources, held_out
 
 
-def _tokenizer(config: TrainConfig, documents: IterableDataset, checkpoint: Path | None) -> PreTrainedTokenizerFast:
+def _tokenizer(config: TrainConfig, sources: Sequence[Source], checkpoint: Path | None) -> PreTrainedTokenizerFast:
     if checkpoint is not None:
         return load_tokenizer(checkpoint)
     if config.data.tokenizer is not None:
         return load_tokenizer(config.data.tokenizer)
-    return train_tokenizer(_texts(documents), config.model.vocab_size)
-
-
-def _texts(documents: IterableDataset) -> Iterator[str]:
-    return (document["text"] for document in documents)
+    return train_tokenizer(mixed_texts(sources), config.model.vocab_size)
 
 
 def _model_config(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> LoLConfig:
@@ -312,6 +334,7 @@ def _save(session: Session) -> None:
         "config": as_json(session.config),
         "step": session.step,
         "tokens": session.tokens,
+        "flops": session.flops,
         "seconds": session.seconds,
         "loader": session.loader.state_dict(),
         "rng": rng_state(),
@@ -336,23 +359,23 @@ def _restore(session: Session, checkpoint: Path) -> None:
     state = load_checkpoint(checkpoint, session.model, session.optimizer)
     session.loader.load_state_dict(state["loader"])
     set_rng_state(state["rng"])
-    session.step, session.tokens, session.seconds = state["step"], state["tokens"], state["seconds"]
-
-
-def _relative_cost(config: TrainConfig, step: int) -> float:
-    """Cost of a step in blocks: a layer is one, the head counts by its size."""
-    model = config.model
-    counts = count_parameters(model)
-    layers = model.num_prelude_layers + model.num_coda_layers + depth_at(step, config)
-    return layers + model.vocab_size * model.hidden_size / counts.block
+    for name in ("step", "tokens", "flops", "seconds"):
+        setattr(session, name, state[name])
 
 
 def _describe(session: Session) -> str:
-    model, config = session.model.config, session.config
+    model, config, plan = session.model.config, session.config, session.plan
     counts = count_parameters(model)
     resumed = f", resumed at step {session.step}" if session.step else ""
+    budget = f", as many of {config.steps:,} as budget.{plan.limit} allows" if plan.limit != "steps" else ""
     return (
         f"{counts.total / 1e6:.1f} M parameters: {model.num_experts} blocks over {model.num_routed_depths} depths, "
         f"{model.num_prelude_layers}+{model.num_coda_layers} fixed layers, vocabulary {model.vocab_size:,}; "
-        f"{config.steps:,} steps of {config.tokens_per_step:,} tokens from {config.data.source}{resumed}"
+        f"{plan.steps:,} steps of {config.tokens_per_step:,} tokens from {_sources(config)}, "
+        f"{shorten(plan.total_flops, 'FLOP')}{budget}{resumed}"
     )
+
+
+def _sources(config: TrainConfig) -> str:
+    shares = parse_shares(config.data.source)
+    return ", ".join(f"{name} ({share:.3g})" if len(shares) > 1 else name for name, share in shares.items())
