@@ -250,7 +250,7 @@ class LoLModel(Float32Bias, LoLPreTrainedModel):
         if inputs_embeds is not None:
             return inputs_embeds, documents
         assert input_ids is not None
-        _check_ids(documents.gather(input_ids), self.config.vocab_size, lowest=0)
+        check_ids(documents.gather(input_ids), self.config.vocab_size)
         # Whatever stands at padding must not matter, not even an id that does not exist.
         ids = input_ids if documents.grid_index is None else input_ids * (documents.grid_document >= 0)
         return self.embed_tokens(ids), documents
@@ -266,7 +266,7 @@ class LoLModel(Float32Bias, LoLPreTrainedModel):
         if self.router is None:
             raise UserError("router_only_ids needs a router: this model's routing is 'fixed'")
         ids = documents.gather(router_only_ids)
-        _check_ids(ids, self.config.vocab_size, lowest=-1)
+        check_ids(ids, self.config.vocab_size, lowest=-1)
         hidden = ids >= 0
         read = self.embed_tokens(ids.clamp(min=0)) * hidden[:, None]
         summed = read.new_zeros(documents.num_documents, read.shape[1]).index_add(0, documents.document, read)
@@ -383,7 +383,8 @@ def _check_backprop(depth: int | None, first_windows: bool, cache: Cache | None)
     return Backprop(depth, first_windows)
 
 
-def _check_ids(ids: Tensor, vocab_size: int, lowest: int) -> None:
+def check_ids(ids: Int[Tensor, "..."], vocab_size: int, lowest: int = 0) -> None:
+    """Raise `UserError` for a token id that the vocabulary does not have."""
     if ids.numel() and (int(ids.min()) < lowest or int(ids.max()) >= vocab_size):
         wrong = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
         raise UserError(

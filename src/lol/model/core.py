@@ -318,6 +318,17 @@ def give_path_rows(path: Int[Tensor, "..."], batch: int) -> Int[Tensor, "B D _"]
     return shaped.expand(batch, -1, -1)
 
 
+def fit_path(path: Int[Tensor, "..."], num_windows: int) -> Int[Tensor, "..."]:
+    """Cut or fill a path to what a growing text has of windows so far: those that it does not name stay free.
+
+    Args:
+        path: As in `broadcast_path`; one block per depth holds for every window and stays as it is.
+    """
+    if path.ndim == 1 or path.shape[-1] == 1:
+        return path
+    return nn.functional.pad(path[..., :num_windows], (0, max(0, num_windows - path.shape[-1])), value=-1)
+
+
 def broadcast_path(
     path: Int[Tensor, "..."], batch: int, num_depths: int, num_experts: int, num_windows: int
 ) -> Int[Tensor, "B D K"]:

@@ -12,7 +12,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from lol.errors import UserError
 from lol.model.base import LoLModel, LoLPreTrainedModel
 from lol.model.config import LoLConfig
-from lol.model.core import give_path_rows
+from lol.model.core import fit_path, give_path_rows
 from lol.model.outputs import LoLCausalLMOutput
 from lol.model.windows import find_documents
 
@@ -51,7 +51,6 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
-        shift_labels: Int[Tensor, "B n"] | None = None,
         **kwargs: Any,
     ) -> LoLCausalLMOutput | tuple:
         """Run the model and score the vocabulary. Arguments as in `LoLModel`, and:
@@ -61,9 +60,12 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
                 both belong to the same document: neither padding nor the first token of a document is ever a target. A
                 router-only token is none either, for the loss must not read it (decided here).
             logits_to_keep: Compute the logits of only the last so many places, or of these places. 0 is all.
-            shift_labels: What each place is to predict, in place of `labels`: place t is scored with the logits of
-                place t. For texts that are cut up between processes, where a part does not hold its last target.
+            kwargs: `shift_labels` (batch, n), what each place is to predict, in place of `labels`: place t is scored
+                with the logits of place t. For texts that are cut up between processes, where a part does not hold its
+                last target. The rest is the loss function's.
         """
+        # Not in the signature: transformers' Trainer takes every parameter named so for a label that data must bring.
+        shift_labels = kwargs.pop("shift_labels", None)
         scored = labels is not None or shift_labels is not None
         if scored and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise UserError("labels need all logits: leave logits_to_keep out")
@@ -174,13 +176,10 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             inputs["router_only_ids"] = hidden if bool((hidden >= 0).any()) else None
         path = inputs.get("path")
         if path is not None:
-            path = torch.as_tensor(path, device=given.device)
-            if path.ndim > 1 and path.shape[-1] > 1:
-                mask = inputs.get("attention_mask")
-                longest = total if mask is None else int(mask.sum(1).max())
-                width = self.config.windows_in(longest, inputs.get("num_depths"))
-                path = nn.functional.pad(path[..., :width], (0, max(0, width - path.shape[-1])), value=-1)
-            inputs["path"] = path
+            mask = inputs.get("attention_mask")
+            longest = total if mask is None else int(mask.sum(1).max())
+            num_windows = self.config.windows_in(longest, inputs.get("num_depths"))
+            inputs["path"] = fit_path(torch.as_tensor(path, device=given.device), num_windows)
         return inputs
 
 
