@@ -21,7 +21,9 @@ from lol.paths.record import record_paths
 from lol.train.loading import load_model
 from small_run import Lol, environment
 
-FLAGS = ["--max-new-tokens", "12", "--temperature", "0"]
+# A step of the model under the checks of types takes most of the time of these tests.
+NEW = 5
+FLAGS = ["--max-new-tokens", str(NEW), "--temperature", "0"]
 
 
 class Keyboard(io.StringIO):
@@ -54,7 +56,7 @@ def types(lol: Lol, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def ids_written(model: LoLForCausalLM, ids: list[int], new: int = 12, **options) -> list[int]:
+def ids_written(model: LoLForCausalLM, ids: list[int], new: int = NEW, **options) -> list[int]:
     given = torch.tensor([ids])
     mask = torch.ones_like(given)
     options = {"do_sample": False, "max_new_tokens": new} | options
@@ -71,7 +73,7 @@ def test_a_pipe_is_one_prompt(lol: Lol, varied: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
     code, out, err = lol("generate", "--model", varied, *FLAGS)
     assert (code, err) == (0, "")
-    assert out == generate_text(*load_model(varied), prompt, max_new_tokens=12, temperature=0) + "\n"
+    assert out == generate_text(*load_model(varied), prompt, max_new_tokens=NEW, temperature=0) + "\n"
     assert (code, out, err) == lol("generate", "--model", varied, *FLAGS, "--prompt", prompt)
 
 
@@ -175,7 +177,7 @@ def test_lines_continue_one_document(types, varied: Path) -> None:
 
 def test_commands(types, varied: Path) -> None:
     typed = ["abc", "/path 2 2 2 2", "", "/path free", "/new", "abc", "/help"]
-    code, out, err = types(varied, "\n".join(typed), "--show-path")
+    code, out, err = types(varied, "\n".join(typed), "--show-path", "--max-new-tokens", "12")
     assert code == 0
     model, tokenizer = load_model(varied)
     free = ids_written(model, tokenizer("abc")["input_ids"], 12)
@@ -196,20 +198,20 @@ def test_mistakes_in_a_conversation_do_not_end_it(types, varied: Path) -> None:
     expected = ["path has 2 depths", "blocks 0 to 2", "/path free", "/path free", "no command /nwe", "no command /new"]
     for complaint, message in zip(complaints, [*expected, "UTF-8"], strict=True):
         assert message in complaint
-    text = generate_text(*load_model(varied), "abc", max_new_tokens=12, temperature=0)
+    text = generate_text(*load_model(varied), "abc", max_new_tokens=NEW, temperature=0)
     assert out == text.removeprefix("abc") + "\n"
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("// a comment", "// a comment"), ("\\/new", "/new"), ("/a/b", "/a/b")])
 def test_text_may_begin_like_a_command(types, varied: Path, typed: str, meant: str) -> None:
-    text = generate_text(*load_model(varied), meant, max_new_tokens=12, temperature=0)
+    text = generate_text(*load_model(varied), meant, max_new_tokens=NEW, temperature=0)
     assert types(varied, typed)[1] == text.removeprefix(meant) + "\n"
 
 
 def test_after_its_end_a_document_is_followed_by_another(types, varied: Path, tmp_path: Path) -> None:
     model, tokenizer = load_model(varied)
     written = ids_written(model, tokenizer("abc")["input_ids"])[4:]
-    model.generation_config.eos_token_id = written[5]
+    model.generation_config.eos_token_id = written[3]
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     code, out, err = types(tmp_path, "abc\nabc\n")

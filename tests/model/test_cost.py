@@ -14,7 +14,15 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from transformers import DynamicCache
 
 from lol import LoLConfig, LoLForCausalLM
-from lol.model.cost import FeedForward, cache_bytes, count_flops, count_parameters, window_lengths
+from lol.model.cost import (
+    FeedForward,
+    cache_bytes,
+    count_flops,
+    count_parameters,
+    fixed_feed_forward,
+    training_flops,
+    window_lengths,
+)
 from lol.model.windows import find_documents, lay_windows
 from model_cases import bounded
 
@@ -47,7 +55,11 @@ def configs(draw: st.DrawFn) -> LoLConfig:
         "input_injection": draw(st.sampled_from(["none", "diagonal"])),
         "router_only_tokens": draw(st.booleans()),
         "tie_word_embeddings": draw(st.booleans()),
+        "moe_num_experts": draw(st.none() | st.integers(2, 4)),
+        "moe_intermediate_size": None,
     }
+    if fields["moe_num_experts"] is not None:
+        fields["moe_intermediate_size"] = draw(st.none() | st.integers(1, 20))
     if draw(st.booleans()):
         fields |= {"routing": "fixed", "fixed_path": [depth % experts for depth in range(depths)]}
     return LoLConfig(**fields)
@@ -61,19 +73,25 @@ def test_counts_are_the_sums_over_the_modules(config: LoLConfig):
     # The tied head shares its tensor with the embedding: it counts once.
     embedding = held(torch.nn.ModuleList([base.embed_tokens, model.lm_head]))
     embedding += 0 if base.filler_embedding is None else base.filler_embedding.numel()
-    library = held(base.library)
+    # Without a depth there is none.
+    core = base.library if base.library is not None else torch.nn.ModuleList()
+    library, experts = held(core), config.num_experts if config.num_routed_depths else 0
     assert counts.total == held(model)
     assert counts.embedding == embedding
     assert counts.stored == held(model) - embedding
-    assert counts.block * config.num_experts == library
-    assert [held(layer) for layer in (*base.prelude, *base.coda)] == [counts.block] * (
-        config.num_prelude_layers + config.num_coda_layers
+    assert counts.block * experts == library
+    layers = [*base.prelude, *base.coda]
+    if config.moe_num_experts is None:
+        assert [held(layer) for layer in layers] == [counts.block] * len(layers)
+    idle = sum(
+        held(stack) for layer in base.moe_layers for stack in layer.moe.children() if stack is not layer.moe.router
     )
-    assert counts.active == counts.stored - library + library // config.num_experts * config.num_routed_depths
-    modules = {"prelude": base.prelude, "library": base.library, "coda": base.coda}
+    if idle:
+        idle = idle // config.moe_num_experts * (config.moe_num_experts - config.moe_top_k)
+    assert counts.active == counts.stored - idle - library + counts.block * config.num_routed_depths
+    modules = {"prelude": base.prelude, "library": core, "coda": base.coda}
     assert {name: counts.parts[name].stored for name in modules} == {name: held(part) for name, part in modules.items()}
-    layers = [base.prelude, base.library, base.coda]
-    matrices = [p for part in layers for name, p in part.named_parameters() if name.endswith("_proj.weight")]
+    matrices = [p for part in modules.values() for name, p in part.named_parameters() if name.endswith("_proj.weight")]
     assert counts.body.matrices == sum(parameter.numel() for parameter in matrices)
     assert counts.parts["head"].active == model.lm_head.weight.numel()
 
@@ -119,8 +137,9 @@ PUBLISHED_MOE = FeedForward(hidden=1408, experts=3, top_k=2)
 def test_the_published_sizes_of_the_moe_and_of_its_match():
     """24 MoE layers; and 4+4 MoE layers around 24 blocks of which 16 run. The figures are those of the matrices of
     attention and SwiGLU: norms and routers would make 412.2 M and 445.8 M of them."""
-    fixed = LoLConfig(num_prelude_layers=12, num_coda_layers=12, num_routed_depths=0)
-    parts = count_parameters(fixed, PUBLISHED_MOE).parts
+    fixed = LoLConfig(num_prelude_layers=12, num_coda_layers=12, num_routed_depths=0, moe_num_experts=3)
+    assert fixed_feed_forward(fixed) == PUBLISHED_MOE
+    parts = count_parameters(fixed).parts
     moe = parts["prelude"] + parts["coda"]
     assert (round(moe.matrices / 1e6, 1), round(moe.active_matrices / 1e6, 1)) == (412.1, 308.3)
     assert round(moe.stored / 1e6, 1) == 412.2
@@ -184,6 +203,8 @@ def measured_flops(step: Callable[[], object]) -> tuple[int, object]:
         {"window_stride": 8, "tie_router": False},
         {"window_stride": 3, "num_depths": 2},
         {"num_depths": 0},
+        {"num_routed_depths": 0, "moe_num_experts": 3},
+        {"moe_num_experts": 4, "moe_top_k": 3, "moe_intermediate_size": 5},
         {"router_noise_max": 0.0, "depth_film": True, "input_injection": "diagonal"},
         {"routing": "fixed", "fixed_path": [0, 2, 1, 1]},
         {"core_attention": "full"},
@@ -206,7 +227,25 @@ def test_flops_are_those_that_torch_counts(changes: dict[str, Any], num_tokens: 
     before, output = measured_flops(lambda: model(input_ids=ids, labels=ids, num_depths=depths))
     after, _ = measured_flops(output.loss.backward)
     assert before + after == rows * flops.training
-    assert len(flops.depths) == (4 if depths is None else depths)
+    assert len(flops.depths) == (config.num_routed_depths if depths is None else depths)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("core", ["windowed", "full"])
+def test_flops_of_truncated_backprop(first: bool, core: str):
+    """The router of later windows reads the first one, and its products are counted by depth: 1 %."""
+    config = LoLConfig(**(SMALL | {"core_attention": core, "router_noise_max": 0.0}))
+    model, ids = LoLForCausalLM(config).train(), torch.randint(64, (2, 40))
+    cut = {"backprop_depth": 1, "first_window_full_backprop": first}
+    before, output = measured_flops(lambda: model(input_ids=ids, labels=ids, num_depths=3, **cut))
+    after, _ = measured_flops(output.loss.backward)
+    counted = 2 * training_flops(config, 40, 3, backprop_depth=1, first_window=first)
+    # Without first windows nothing before the cut is reached: prelude and embedding have no backward pass either.
+    missing = 0 if first else 2 * (count_flops(config, 40).prelude.training - count_flops(config, 40).prelude.forward)
+    assert before + after == pytest.approx(counted - missing, rel=0.01)
+    full = training_flops(config, 40, 3)
+    assert training_flops(config, 40, 3, backprop_depth=3) == full
+    assert (counted < 2 * full) == (core == "windowed" or not first)
 
 
 def test_only_a_sliding_window_runs_as_more_than_it_counts():

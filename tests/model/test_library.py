@@ -208,8 +208,8 @@ def test_windows_in_any_order_attend_alike():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_runs_of_few_rows_are_products_like_any_other(dtype: torch.dtype):
-    """Decoding has runs of one to three rows, which take another way through BLAS."""
-    counts = [1, 3, 4, 2, 1, 9]
+    """Runs of few rows, which decoding has, take another way through BLAS."""
+    counts = [1, 3, 4, 2, 1, 99]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sum(counts), 48, generator=generator).to(dtype)
     weights = [torch.randn(32, 48, generator=generator).to(dtype) for _ in counts]
@@ -301,10 +301,10 @@ def test_the_number_of_operations_does_not_grow_with_the_text(attention: str):
     spec = Spec(8, 2, 1, 1, 2, 4, 64, 32, core_attention=attention)
     model = make_model(spec, 0).float().train()
     work_of(model, 1, 256)
-    operations, calls = work_of(model, 2, 256)
+    operations, calls = work_of(model, 8, 256)  # runs of fewer numbers are multiplied in another way
     assert sum(operations.values()) > 100
     assert any("Dispatch" in name for name in calls)
-    for rows, n in ((2, 1024), (5, 512)):
+    for rows, n in ((2, 1024), (9, 512)):
         more_operations, more_calls = work_of(model, rows, n)
         assert more_operations == operations
         assert more_calls == calls

@@ -181,7 +181,7 @@ def test_token_texts_add_up_to_the_text(tokenizer):
     pieces = token_texts(tokenizer, ids)
     assert len(pieces) == len(ids)
     assert "".join(pieces) == text
-    assert pieces[:4] == ["n", "a", "ï", ""]
+    assert pieces[:4] == ["n", "a", "", "ï"]
     broken = token_texts(tokenizer, ids[:3])
     assert broken == ["n", "a", "\ufffd"]
 

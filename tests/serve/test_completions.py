@@ -244,6 +244,7 @@ REFUSED = [
     ({"prompt": "router " * 2000}, "tokens: this server reads at most 1000"),
     ({"prompt": [280]}, "token id 280 is outside of the vocabulary (0 to 279)"),
     ({"prompt": [-1]}, "token id -1 is outside"),
+    ({"prompt": [10**30]}, "prompt must be a text, a list of texts, a list of token ids"),
     ({"prompt": []}, "a prompt of token ids is empty"),
     ({"prompt": {"text": "a"}}, "prompt must be a text, a list of texts, a list of token ids"),
     ({"prompt": [True]}, "prompt must be a text"),

@@ -168,7 +168,7 @@ def test_a_model_that_has_diverged_is_no_mistake_of_the_client(served: Served, m
     monkeypatch.setattr(head, "data", torch.full_like(head, float("nan")))
     answer = ask(served, Access(), "POST", "/v1/completions", json=BODY)
     assert answer.status_code == 500
-    assert "serve an earlier checkpoint" in answer.json()["error"]["message"]
+    assert "take an earlier checkpoint" in answer.json()["error"]["message"]
     answer = ask(served, Access(), "POST", "/v1/completions", json=BODY | {"stream": True})
     assert answer.status_code == 200
     assert '"type": "server_error"' in answer.text

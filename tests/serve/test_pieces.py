@@ -1,85 +1,14 @@
-"""Pieces of growing text: joined they are the text, and none says too much."""
+"""Names of tokens, and stop strings that never show."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from lol.serve.pieces import BROKEN, StopStrings, TokenNames, TokenText
+from lol.data.token_text import BROKEN
+from lol.serve.pieces import StopStrings, TokenNames
 from model_cases import bounded
-
-
-def byte_level() -> PreTrainedTokenizerFast:
-    """A byte is a token, and 256 is the end of a text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>")
-
-
-def byte_fallback() -> PreTrainedTokenizerFast:
-    """As SentencePiece does it: words with a mark for the space, which the first word of a text loses, and bytes."""
-    vocabulary = {"<unk>": 0, "</s>": 1, "▁the": 2, "▁a": 3, "a": 4, "the": 5}
-    vocabulary |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-
-
-TOKENIZERS = {"byte level": byte_level(), "byte fallback": byte_fallback()}
-
-
-def pieces(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> tuple[list[str], list[int]]:
-    text = TokenText(tokenizer)
-    given_, starts = [], []
-    for token in ids:
-        given_.append(text.add(token))
-        starts.append(text.start)
-    return [*given_, text.end()], starts
-
-
-@bounded(150)
-@given(ids=st.lists(st.integers(0, 256), max_size=24))
-def test_any_bytes_come_out_as_the_decoder_writes_them(ids: list[int]) -> None:
-    tokenizer = TOKENIZERS["byte level"]
-    given_, starts = pieces(tokenizer, ids)
-    assert "".join(given_) == tokenizer.decode(ids, skip_special_tokens=True)
-    assert starts == sorted(starts)
-
-
-@bounded(80)
-@given(text=st.text(max_size=12), name=st.sampled_from(sorted(TOKENIZERS)))
-def test_characters_come_whole(text: str, name: str) -> None:
-    tokenizer = TOKENIZERS[name]
-    offset = 6 if name == "byte fallback" else 0
-    ids = [offset + byte for byte in text.encode()] if offset else tokenizer.encode(text, add_special_tokens=False)
-    whole = tokenizer.decode(ids)
-    given_, starts = pieces(tokenizer, ids)
-    assert "".join(given_) == whole
-    if BROKEN not in text and name == "byte level":
-        assert BROKEN not in "".join(given_)
-        # The bytes of a character begin where it does, and it comes with the last of them.
-        expected = [place for place, character in enumerate(text) for _ in character.encode()]
-        assert starts == expected
-        assert [bool(piece) for piece in given_[:-1]] == [
-            byte == len(character.encode()) - 1 for character in text for byte in range(len(character.encode()))
-        ]
-
-
-def test_a_continuation_keeps_its_first_space() -> None:
-    tokenizer = TOKENIZERS["byte fallback"]
-    assert tokenizer.decode([2, 3]) == "the a"
-    text = TokenText(tokenizer, context=[2])
-    assert text.add(3) + text.end() == " a"
-    # A context that ends within a character does not eat the next one.
-    text = TokenText(tokenizer, context=[6 + 0xE2])
-    assert "".join([text.add(6 + byte) for byte in "é".encode()]) == "é"
+from token_cases import TOKENIZERS
 
 
 @bounded(200)

@@ -29,7 +29,18 @@ PATHS = {
 CASES: dict[str, dict[str, Any]] = {name: {"path": path} for name, path in PATHS.items()}
 CASES["shallow"] = {"path": [path[:2] for path in PATHS["disjoint sets"]], "num_depths": 2}
 CASES["checkpointing"] = {"path": PATHS["disjoint sets"], "checkpointing": True}
+CASES["truncated"] = {"path": PATHS["disjoint sets"], "options": {"backprop_depth": 2}}
+CASES["truncated but for first windows"] = {
+    "path": PATHS["disjoint sets"],
+    "options": {"backprop_depth": 2, "first_window_full_backprop": True},
+}
 CASES["two micro-batches"] = {"path": PATHS["disjoint sets"], "micro_batches": 2}
+# Cases of other models. Without injection truncation leaves the prelude without a gradient.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("disjoint sets", {"tie_word_embeddings": True}),
+    "mixtures": ("disjoint sets", {"moe_num_experts": 3, "moe_intermediate_size": 8, "moe_top_k": 2}),
+    "no gradient before the core": ("truncated", {"input_injection": "none"}),
+}
 
 
 class CountCollectives(TorchDispatchMode):
@@ -45,7 +56,7 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def build(tied: bool) -> LoLForCausalLM:
+def build(**changes: Any) -> LoLForCausalLM:
     """A float64 model whose router tells windows apart."""
     torch.manual_seed(0)
     config = LoLConfig(
@@ -60,9 +71,8 @@ def build(tied: bool) -> LoLForCausalLM:
         window_size=8,
         window_stride=4,
         depth_film=True,
-        input_injection="diagonal",
         router_noise_max=0.0,
-        tie_word_embeddings=tied,
+        **({"input_injection": "diagonal"} | changes),
     )
     model = LoLForCausalLM(config)
     with torch.no_grad():
@@ -94,15 +104,17 @@ def run(module: nn.Module, case: dict[str, Any], world: World) -> Tensor:
     for index, part in enumerate(parts):
         own = world.rows(part)
         with passes_on(module, last=index == len(parts) - 1):
-            output = module(**own, labels=own["input_ids"], num_depths=depth, num_items_in_batch=targets)
+            output = module(
+                **own, labels=own["input_ids"], num_depths=depth, num_items_in_batch=targets, **case.get("options", {})
+            )
             output.loss.backward()
         load += output.routing.load
     return load
 
 
-def compare(mode: str, case: dict[str, Any], world: World, tied: bool) -> dict[str, Any]:
+def compare(mode: str, case: dict[str, Any], world: World, **changes: Any) -> dict[str, Any]:
     """One case: errors of gradients and clipping against one process, and the collectives."""
-    alone = build(tied).train()
+    alone = build(**changes).train()
     model = copy.deepcopy(alone)
     module = parallelize(model, mode, world)
     if case.get("checkpointing"):
@@ -148,8 +160,9 @@ def main(out: str, modes: list[str]) -> None:
     for mode in modes:
         with join_world(mode) as world:
             for name, case in CASES.items():
-                results[f"{mode}: {name}"] = compare(mode, case, world, tied=False)
-            results[f"{mode}: tied"] = compare(mode, CASES["disjoint sets"], world, tied=True)
+                results[f"{mode}: {name}"] = compare(mode, case, world)
+            for name, (case, changes) in MODELS.items():
+                results[f"{mode}: {name}"] = compare(mode, CASES[case], world, **changes)
     if world.is_main:
         with open(out, "w") as file:
             json.dump(results, file)

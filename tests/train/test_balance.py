@@ -3,9 +3,21 @@
 import pytest
 import torch
 
-from lol.model.outputs import Routing
-from lol.train.balance import global_auxiliary_loss, sequence_auxiliary_losses, update_bias
+from lol.model.config import LoLConfig
+from lol.model.lm import LoLForCausalLM
+from lol.model.outputs import LoLCausalLMOutput, MoERouting, Routing
+from lol.train.balance import (
+    batch_loss,
+    document_losses,
+    global_auxiliary_loss,
+    moe_global_auxiliary_loss,
+    moe_sequence_auxiliary_losses,
+    sequence_auxiliary_losses,
+    update_bias,
+    update_biases,
+)
 from lol.train.config import BalanceConfig
+from small_run import MODEL
 
 
 def moved(load: list[list[int]], *, shape: tuple[int, ...] = (3,), step: int = 0, **config: object) -> torch.Tensor:
@@ -105,3 +117,74 @@ def test_the_losses_teach_the_router_to_spread() -> None:
     # Less of block 0, which document 0 runs most; the empty place teaches nothing.
     assert leaves[0].grad[0, 0, 0] > 0
     assert leaves[0].grad[0, 2].tolist() == [0.0, 0.0]
+
+
+# --- mixture-of-experts layers
+
+
+def two_layers() -> tuple[list[torch.Tensor], MoERouting]:
+    """One row of two documents and a place of padding, three experts, two of them per token.
+
+    Layer 0: document 0 has two tokens at (½, ¼, ¼) that run experts 0, 1 and 0, 2; document 1 one token at (¼, ¼, ½)
+    that runs 2 and 0. Layer 1: all probabilities are 1/3.
+    """
+    probabilities = torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [0.8, 0.1, 0.1]])
+    experts = torch.tensor([[[[0, 1], [0, 2], [2, 0], [-1, -1]], [[0, 1], [1, 2], [0, 1], [-1, -1]]]])
+    routing = MoERouting(
+        experts=experts, documents=torch.tensor([[0, 0, 1, -1]]), load=torch.tensor([[3, 1, 2], [2, 3, 1]])
+    )
+    return [probabilities.log()[None], torch.zeros(1, 4, 3)], routing
+
+
+def test_the_loss_of_each_document_in_moe_layers() -> None:
+    logits, routing = two_layers()
+    # Layer 0, document 0: f = (½, ¼, ¼), ā = (½, ¼, ¼). Document 1: f = (½, 0, ½), ā = (¼, ¼, ½).
+    # Layer 1 is balanced: 1.
+    expected = [(3 * (1 / 4 + 1 / 16 + 1 / 16) + 1) / 2, (3 * (1 / 8 + 1 / 4) + 1) / 2]
+    losses = moe_sequence_auxiliary_losses(logits, routing, BalanceConfig())
+    assert losses.tolist() == pytest.approx(expected)
+
+
+def test_counting_the_most_probable_experts_in_moe_layers() -> None:
+    logits, routing = two_layers()
+    logits[0] = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.8, 0.1, 0.1]]).log()[None]
+    logits[1] = logits[0]
+    # Document 0: f = (½, ½, 0), ā = (0.5, 0.3, 0.2). Document 1: f = (0, ½, ½), ā = (0.2, 0.3, 0.5).
+    losses = moe_sequence_auxiliary_losses(logits, routing, BalanceConfig(count="unbiased"))
+    assert losses.tolist() == pytest.approx([1.2, 1.2])
+
+
+def test_the_loss_of_all_tokens_in_moe_layers() -> None:
+    logits, routing = two_layers()
+    # f = (3, 1, 2)/6, ā = (5/12, ¼, ⅓)
+    expected = (3 * (3 / 6 * 5 / 12 + 1 / 6 * 1 / 4 + 2 / 6 * 1 / 3) + 1) / 2
+    assert moe_global_auxiliary_loss(logits, routing, BalanceConfig()).item() == pytest.approx(expected)
+
+
+def test_library_and_moe_layers_add_up() -> None:
+    (core_logits, core), (moe_logits, moe) = two_documents(), two_layers()
+    both = LoLCausalLMOutput(
+        router_logits=tuple(core_logits), routing=core, moe_router_logits=tuple(moe_logits), moe_routing=moe
+    )
+    config = BalanceConfig()
+    of_core, of_moe = (
+        sequence_auxiliary_losses(core_logits, core, config),
+        moe_sequence_auxiliary_losses(moe_logits, moe, config),
+    )
+    assert torch.equal(document_losses(both, config), of_core + of_moe)
+    only_moe = LoLCausalLMOutput(router_logits=(), routing=core, moe_router_logits=tuple(moe_logits), moe_routing=moe)
+    assert torch.equal(document_losses(only_moe, config), of_moe)
+    only_core = LoLCausalLMOutput(router_logits=tuple(core_logits), routing=core)
+    assert torch.equal(document_losses(only_core, config), of_core)
+    total = global_auxiliary_loss(core_logits, core, config) + moe_global_auxiliary_loss(moe_logits, moe, config)
+    assert torch.equal(batch_loss(both, config), total)
+
+
+def test_every_layer_has_a_bias_of_its_own() -> None:
+    model = LoLForCausalLM(LoLConfig(**MODEL, moe_num_experts=3)).model
+    load, moe_load = torch.tensor([[4, 1, 1]]), torch.tensor([[6, 0, 0], [2, 1, 3]])
+    update_biases(model, load, moe_load, BalanceConfig(rate=0.5), step=0, steps=10)
+    assert model.expert_bias.tolist() == [-0.5, 0.5, 0.5]
+    assert [layer.moe.router.expert_bias.tolist() for layer in model.moe_layers] == [[-0.5, 0.5, 0.5], [0.0, 0.5, -0.5]]
+    update_biases(model, load, moe_load, BalanceConfig(strategy="aux_loss"), step=1, steps=10)
+    assert model.expert_bias.tolist() == [-0.5, 0.5, 0.5]

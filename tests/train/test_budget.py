@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lol.errors import UserError
-from lol.model.cost import count_flops
+from lol.model.cost import count_flops, training_flops
 from lol.train.budget import Plan, checkpoint_bytes, plan_run
 from lol.train.config import BudgetConfig, TrainConfig, as_json, from_json
 from lol.train.curriculum import depth_at
@@ -49,6 +49,22 @@ def test_without_a_budget_the_steps_are_all_taken():
     assert [made.flops(step) for step in range(8)] == expected
     assert made.total_flops == sum(expected)
     assert made.total_tokens == 8 * 128
+
+
+def test_sampled_depth_and_truncated_backprop_are_counted_as_they_run():
+    made = plan(steps=40, growth={"initial_depth": None, "sampled": True, "backprop_depth": 2})
+    depths = [made.depth(step) for step in range(40)]
+    assert len({*depths}) > 2
+    assert {made.due_depth(step) for step in range(40)} == {4}
+    flops = [4 * training_flops(made.config.model, 32, depth, backprop_depth=2) for depth in depths]
+    assert [made.flops(step) for step in range(40)] == flops
+    assert made.total_flops == sum(flops)
+    half = plan(
+        steps=40,
+        growth={"initial_depth": None, "sampled": True, "backprop_depth": 2},
+        budget=BudgetConfig(flops=sum(flops) // 2),
+    )
+    assert half.total_flops <= sum(flops) // 2 < half.total_flops + half.flops(half.steps)
 
 
 @bounded(50)
@@ -185,7 +201,16 @@ def test_the_run_says_what_its_budget_pays_for(
     assert "  128 tokens, " in lines[1]
 
 
-@pytest.mark.parametrize("changes", [{}, {"model": {"routing": "fixed", "fixed_path": [0, 1, 2, 0]}}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model": {"routing": "fixed", "fixed_path": [0, 1, 2, 0]}},
+        {"model": {"moe_num_experts": 3}},
+        {"model": {"moe_num_experts": 3, "num_routed_depths": 0}, "growth": {"initial_depth": None}},
+    ],
+    ids=str,
+)
 def test_a_checkpoint_is_as_large_as_counted(corpus: Path, tmp_path: Path, changes: dict[str, Any]):
     config = small_config(corpus, steps=1, **changes)
     train(config, tmp_path / "run")

@@ -13,7 +13,17 @@ from ranks import launch
 
 PROGRAM = Path(__file__).with_name("gradient_program.py")
 PATHS = ("same path", "permuted", "disjoint sets", "one block each", "free")
-CASES = (*PATHS, "shallow", "checkpointing", "two micro-batches", "tied")
+TRUNCATED = ("truncated", "truncated but for first windows")
+CASES = (
+    *PATHS,
+    *TRUNCATED,
+    "shallow",
+    "checkpointing",
+    "two micro-batches",
+    "tied",
+    "mixtures",
+    "no gradient before the core",
+)
 MODES = ("ddp", "fsdp2", "hsdp")
 
 pytestmark = pytest.mark.slow
@@ -57,7 +67,7 @@ def test_the_number_of_collectives_depends_neither_on_the_path_nor_on_the_depth(
     results: dict[str, dict[str, Any]], mode: str
 ):
     counts = {case: results[f"{mode}: {case}"]["collectives"] for case in CASES}
-    for case in (*PATHS, "shallow", "checkpointing"):
+    for case in (*PATHS, *TRUNCATED, "shallow", "checkpointing"):
         assert counts[case] == counts["same path"], case
     if mode == "ddp":
         # The buckets', and which parameters had a gradient; accumulating takes no more.

@@ -34,6 +34,8 @@ from small_run import (
 PROGRAM = Path(__file__).with_name("rank_program.py")
 GOLDEN = Path(__file__).with_name("golden") / "tiny.json"
 
+RUN_FLAGS = ["--parallel", "fsdp2", "--steps", "2"]
+
 pytestmark = pytest.mark.slow
 
 
@@ -160,7 +162,7 @@ def test_torchrun(corpus: Path, tmp_path: Path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = tmp_path / "run"
     done = subprocess.run(
-        [*torchrun, *"-m -- lol train --parallel fsdp2 --steps 2".split(), "--run", run, "--data", corpus, *FLAGS],
+        [*torchrun, "-m", "--", "lol", "train", "--run", run, "--data", corpus, *RUN_FLAGS, *FLAGS],
         env=environment(),
         capture_output=True,
         text=True,

@@ -311,6 +311,9 @@ def test_the_summary_and_its_counted_models(run: Path, corpus: Path) -> None:
         ({"eval": {"every": -1}}, "eval.every must be at least 0"),
         ({"growth": {"initial_depth": 5}}, "growth.initial_depth=5, but the model has 4 routed depths: 1 to 4"),
         ({"growth": {"until": 1.5}}, "growth.until must be 0 to 1, not 1.5"),
+        ({"growth": {"backprop_depth": 0}}, "growth.backprop_depth=0, but the last depth"),
+        ({"growth": {"sampled": True, "unit": 3}}, "growth.unit=3 does not divide the model's 4 routed depths"),
+        ({"growth": {"sigma": -1.0}}, "growth.sigma must be at least 0"),
         ({"balance": {"stop": -0.1}}, "balance.stop must be 0 to 1"),
     ],
 )

@@ -75,6 +75,8 @@ def _steps(options: BenchCore) -> dict[str, Step]:
             window_stride=options.window_stride,
         )
     )
+    library = model.library
+    assert library is not None
     documents = find_documents((options.batch_size, options.length), None, None, torch.device("cpu"))
     unshifted, shifted = lay_depths(model.config, documents, 2)
     stream = torch.randn(options.batch_size * options.length, options.hidden_size)
@@ -96,7 +98,7 @@ def _steps(options: BenchCore) -> dict[str, Step]:
         def step() -> None:
             source = stream.clone().requires_grad_()
             model.dispatch.form = form  # pyright: ignore[reportAttributeAccessIssue]
-            shelf = model.library()
+            shelf = library()
             total = torch.stack([model.dispatch(source, shelf, layout, expert, weight, None) for expert in experts])
             finish(total.sum(0), source)
 

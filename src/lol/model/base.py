@@ -15,10 +15,27 @@ from lol.errors import UserError
 from lol.model.attention import AttentionShape
 from lol.model.cache import CoreMemory, RoutedLayer, documents_of_pass
 from lol.model.config import LoLConfig
-from lol.model.core import CoreParts, Steering, broadcast_path, lay_depths, run_core
-from lol.model.layers import Block, DiagonalInjection, FilmTable, OutputLinear, RMSNorm, Rotary, rotary_angles
+from lol.model.core import Backprop, CoreParts, Steering, broadcast_path, lay_depths, run_core
+from lol.model.layers import (
+    Block,
+    DiagonalInjection,
+    FilmTable,
+    Float32Bias,
+    OutputLinear,
+    RMSNorm,
+    Rotary,
+    rotary_angles,
+)
 from lol.model.library import Dispatch, Library, StackedLinear, StackedNorm, StackedOutputLinear
-from lol.model.outputs import LoLModelOutput, collect_router_logits, collect_routing
+from lol.model.moe import MoEBlock, MoERouter
+from lol.model.outputs import (
+    LoLModelOutput,
+    MoEChoice,
+    collect_moe_logits,
+    collect_moe_routing,
+    collect_router_logits,
+    collect_routing,
+)
 from lol.model.remote_code import is_own
 from lol.model.router import Router
 from lol.model.windows import Documents, WindowLayout
@@ -31,7 +48,7 @@ class LoLPreTrainedModel(PreTrainedModel):
     config_class = LoLConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Block", "Library"]
+    _no_split_modules = ["Block", "MoEBlock", "Library"]
     _keep_in_fp32_modules_strict = ["expert_bias"]
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -50,7 +67,7 @@ class LoLPreTrainedModel(PreTrainedModel):
 
         | tensor | start |
         |---|---|
-        | embedding, head, filler, depth embeddings, projections, router weight | normal, `initializer_range` |
+        | embedding, head, filler, depth embeddings, projections, routers' weights | normal, `initializer_range` |
         | o_proj, down_proj | the same, divided by sqrt(2 (P + D + C)) |
         | norms | 1 |
         | router bias, noise weight and bias, balancing bias, FiLM | 0 |
@@ -69,6 +86,8 @@ class LoLPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=std)
             for parameter in (module.bias, module.noise_weight, module.noise_bias):
                 init.zeros_(parameter)
+        elif isinstance(module, MoERouter):
+            init.normal_(module.weight, std=std)
         elif isinstance(module, FilmTable):
             for parameter in module.parameters():
                 init.zeros_(parameter)
@@ -80,8 +99,8 @@ class LoLPreTrainedModel(PreTrainedModel):
             for parameter in (module.depth_embedding, module.filler_embedding):
                 if parameter is not None:
                     init.normal_(parameter, std=std)
-            if module.expert_bias is not None:
-                init.zeros_(module.expert_bias)
+        if isinstance(module, Float32Bias) and module.expert_bias is not None:
+            init.zeros_(module.expert_bias)
 
     def in_asked_form(self, output: ModelOutput, return_dict: bool | None) -> Any:
         """The output itself, or the tuple of its fields that are not `None`."""
@@ -89,27 +108,27 @@ class LoLPreTrainedModel(PreTrainedModel):
         return output if as_it_is else output.to_tuple()
 
 
-class LoLModel(LoLPreTrainedModel):
+class LoLModel(Float32Bias, LoLPreTrainedModel):
     """Embedding, prelude, routed core, coda and final norm."""
 
     depth_embedding: nn.Parameter | None
     filler_embedding: nn.Parameter | None
-    expert_bias: Tensor | None
 
     def __init__(self, config: LoLConfig):
         super().__init__(config)
         config.check()
         d, depths = config.hidden_size, config.num_routed_depths
-        learned = config.routing == "learned"
+        learned = config.routing == "learned" and depths > 0
         first_coda = config.num_prelude_layers + depths
+        layer = Block if config.moe_num_experts is None else MoEBlock
         self.embed_tokens = nn.Embedding(config.vocab_size, d)
-        self.prelude = nn.ModuleList(Block(config, index) for index in range(config.num_prelude_layers))
-        self.library = Library(config)
+        self.prelude = nn.ModuleList(layer(config, index) for index in range(config.num_prelude_layers))
+        self.library = Library(config) if depths else None
         self.dispatch = Dispatch(config)
         self.router = Router(config) if learned else None
-        self.film = FilmTable(depths, d) if config.depth_film else None
-        self.injection = DiagonalInjection(d) if config.input_injection == "diagonal" else None
-        self.coda = nn.ModuleList(Block(config, first_coda + index) for index in range(config.num_coda_layers))
+        self.film = FilmTable(depths, d) if config.depth_film and depths else None
+        self.injection = DiagonalInjection(d) if config.input_injection == "diagonal" and depths else None
+        self.coda = nn.ModuleList(layer(config, first_coda + index) for index in range(config.num_coda_layers))
         self.norm = RMSNorm(d, config.rms_norm_eps)
         self.depth_embedding = nn.Parameter(torch.empty(depths, d)) if learned else None
         self.filler_embedding = nn.Parameter(torch.empty(d)) if config.router_only_tokens else None
@@ -117,14 +136,10 @@ class LoLModel(LoLPreTrainedModel):
         self.register_buffer("expert_bias", torch.zeros(bias_shape, dtype=torch.float32) if learned else None)
         self.post_init()
 
-    def _apply(self, fn, recurse=True):
-        # The balancing bias moves by 0.001 a step: in bfloat16 it would stop moving at 0.25. Casting the model moves
-        # it between devices and leaves its bits alone.
-        bias = self.expert_bias
-        super()._apply(fn, recurse)
-        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
-            self.expert_bias = bias.to(device=self.expert_bias.device, dtype=torch.float32)
-        return self
+    @property
+    def moe_layers(self) -> list[MoEBlock]:
+        """The mixture-of-experts layers in the order in which they run."""
+        return [layer for layer in (*self.prelude, *self.coda) if isinstance(layer, MoEBlock)]
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
@@ -137,6 +152,8 @@ class LoLModel(LoLPreTrainedModel):
         path: Int[Tensor, "..."] | list | tuple | None = None,
         path_weight: float | None = None,
         num_depths: int | None = None,
+        backprop_depth: int | None = None,
+        first_window_full_backprop: bool = False,
         generator: torch.Generator | None = None,
         output_router_logits: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -159,6 +176,9 @@ class LoLModel(LoLPreTrainedModel):
             path: Blocks to run: (D,), (D, windows) or (batch, D, windows), -1 where the router stays free.
             path_weight: Weight of a forced block's update; `None` takes the router's own probability of that block.
             num_depths: Run only the first so many depths (growing). Default: all.
+            backprop_depth: Let only the last so many of the depths that run have gradients (`Backprop` says what that
+                means for each part); earlier ones keep no activations. Default: all have.
+            first_window_full_backprop: Let each document's first window have gradients at every depth all the same.
             generator: Source of the router's training noise: per depth, in order, one standard normal (windows, L).
                 Default: torch's global generator.
             output_router_logits: Return the router's raw logits. Default: as the config says, like the next.
@@ -182,34 +202,35 @@ class LoLModel(LoLPreTrainedModel):
         batch = documents.shape[0]
         layouts = lay_depths(self.config, documents, self._check_depths(num_depths))
         # Whatever is refused is refused before the first layer has put anything into the cache.
-        steering = Steering(self._forced_path(path, batch, layouts), path_weight, router_only, generator)
+        backprop = _check_backprop(backprop_depth, first_window_full_backprop, cache)
+        steering = Steering(self._forced_path(path, batch, layouts), path_weight, router_only, generator, backprop)
         memory = None if cache is None else self._memory(cache, documents, len(layouts), router_only)
 
         layer_inputs = self.layer_inputs(embeds, documents, attention_mask, cache)
-        hidden_states, x = [embeds], embeds
-        for layer in self.prelude:
-            x = layer(x, *layer_inputs, cache=cache)
-            if output_hidden_states:
-                hidden_states.append(x)
-
-        stream, routes = run_core(self._core_parts(), documents.gather(x), layouts, steering, self.training, memory)
+        states = [embeds] if output_hidden_states else None
+        choices: list[MoEChoice] = []
+        x = _run_layers(self.prelude, embeds, layer_inputs, cache, states, choices)
+        stream, routes = documents.gather(x), []
+        if layouts:
+            stream, routes = run_core(
+                self._core_parts(), stream, layouts, steering, self.training, memory, keep_states=states is not None
+            )
         x = documents.scatter(stream)
-        if output_hidden_states:
-            hidden_states.extend(documents.scatter(route.state) for route in routes)
-
-        for layer in self.coda:
-            x = layer(x, *layer_inputs, cache=cache)
-            if output_hidden_states:
-                hidden_states.append(x)
-        hidden_states[-1] = x = self.norm(x)
+        if states is not None:
+            states.extend(documents.scatter(route.state) for route in routes if route.state is not None)
+        x = self.norm(_run_layers(self.coda, x, layer_inputs, cache, states, choices))
+        if states is not None:
+            states[-1] = x
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
         output = LoLModelOutput(
             last_hidden_state=x,
             cache=cache,
-            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+            hidden_states=None if states is None else tuple(states),
             router_logits=collect_router_logits(routes) if output_router_logits else None,
             routing=collect_routing(routes, batch, self.config.num_experts, x.device),
+            moe_router_logits=collect_moe_logits(choices, documents) if output_router_logits and choices else None,
+            moe_routing=collect_moe_routing(choices, documents) if choices else None,
         )
         return self.in_asked_form(output, return_dict)
 
@@ -230,7 +251,7 @@ class LoLModel(LoLPreTrainedModel):
         if inputs_embeds is not None:
             return inputs_embeds, documents
         assert input_ids is not None
-        _check_ids(documents.gather(input_ids), self.config.vocab_size, lowest=0)
+        check_ids(documents.gather(input_ids), self.config.vocab_size)
         # Whatever stands at padding must not matter, not even an id that does not exist.
         ids = input_ids if documents.grid_index is None else input_ids * (documents.grid_document >= 0)
         return self.embed_tokens(ids), documents
@@ -246,7 +267,7 @@ class LoLModel(LoLPreTrainedModel):
         if self.router is None:
             raise UserError("router_only_ids needs a router: this model's routing is 'fixed'")
         ids = documents.gather(router_only_ids)
-        _check_ids(ids, self.config.vocab_size, lowest=-1)
+        check_ids(ids, self.config.vocab_size, lowest=-1)
         hidden = ids >= 0
         read = self.embed_tokens(ids.clamp(min=0)) * hidden[:, None]
         summed = read.new_zeros(documents.num_documents, read.shape[1]).index_add(0, documents.document, read)
@@ -281,6 +302,7 @@ class LoLModel(LoLPreTrainedModel):
         return rotary, mask, documents.grid_position
 
     def _core_parts(self) -> CoreParts:
+        assert self.library is not None
         return CoreParts(
             config=self.config,
             library=self.library,
@@ -342,7 +364,35 @@ class LoLModel(LoLPreTrainedModel):
         return broadcast_path(blocks, batch, len(layouts), self.config.num_experts, width)
 
 
-def _check_ids(ids: Tensor, vocab_size: int, lowest: int) -> None:
+def _run_layers(
+    layers: nn.ModuleList,
+    x: Tensor,
+    layer_inputs: tuple[Rotary, Any, Tensor],
+    cache: Cache | None,
+    states: list[Tensor] | None,
+    choices: list[MoEChoice],
+) -> Tensor:
+    """Prelude or coda; adds the state after each layer, and what those with a choice chose."""
+    for layer in layers:
+        x = layer(x, *layer_inputs, cache=cache)
+        if isinstance(layer, MoEBlock):
+            x, *choice = x
+            choices.append(MoEChoice(*choice))
+        if states is not None:
+            states.append(x)
+    return x
+
+
+def _check_backprop(depth: int | None, first_windows: bool, cache: Cache | None) -> Backprop:
+    if depth is not None and depth < 1:
+        raise UserError(f"backprop_depth={depth}, but the last depth always has gradients: give at least 1, or None")
+    if depth is not None and cache is not None:
+        raise UserError("backprop_depth is for training, which has no cache: leave one of them out")
+    return Backprop(depth, first_windows)
+
+
+def check_ids(ids: Int[Tensor, "..."], vocab_size: int, lowest: int = 0) -> None:
+    """Raise `UserError` for a token id that the vocabulary does not have."""
     if ids.numel() and (int(ids.min()) < lowest or int(ids.max()) >= vocab_size):
         wrong = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
         raise UserError(

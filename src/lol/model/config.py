@@ -30,7 +30,7 @@ class LoLConfig(PreTrainedConfig):
         num_prelude_layers: P, ordinary layers before the core.
         num_coda_layers: C, ordinary layers after the core.
         num_experts: L, blocks stored in the library.
-        num_routed_depths: D, depths executed.
+        num_routed_depths: D, depths executed. 0: there is no core and no library, whatever `num_experts` says.
         window_size: W, tokens in a window.
         window_stride: S, by which window borders shift from depth to depth: depth l = 0 … D-1 shifts by
             `(l S) mod W`.
@@ -43,6 +43,12 @@ class LoLConfig(PreTrainedConfig):
         tie_router: One router for all depths (the paper's default), or one per depth.
         router_noise_max: Ceiling of the learned standard deviation of the router's training noise. 0 turns noise off.
         balance_scope: `"global"`: one balancing bias for all depths (the paper's). `"depth"`: one per depth.
+        moe_num_experts: Feed-forward experts of every prelude and coda layer; `None` makes them ordinary layers. With
+            `num_routed_depths=0` all layers are such: the mixture-of-experts baseline.
+        moe_top_k: Experts that a token's feed-forward goes through, weighted by their renormalised probabilities.
+        moe_intermediate_size: Hidden width of one expert. `None`: `mlp_size / moe_top_k` rounded up, so that a token
+            meets as many parameters as in an ordinary layer (the article's 1,408 at width 1,024): read the result from
+            `moe_size`.
         depth_film: Per-depth scale and shift after each norm of a routed block (zero, so neutral, at the start).
         input_injection: `"diagonal"` mixes the prelude's output back into the state before every depth; or `"none"`.
         router_only_tokens: Store the filler embedding that takes the place of tokens which only the router may read
@@ -60,7 +66,13 @@ class LoLConfig(PreTrainedConfig):
     """
 
     model_type = "lol"
-    keys_to_ignore_at_inference = ["cache", "router_logits", "routing"]  # the Trainer joins it to a list
+    keys_to_ignore_at_inference = [
+        "cache",
+        "router_logits",
+        "routing",
+        "moe_router_logits",
+        "moe_routing",
+    ]  # the Trainer joins it to a list
 
     vocab_size: int = 32_000
     hidden_size: int = 1024
@@ -78,6 +90,9 @@ class LoLConfig(PreTrainedConfig):
     tie_router: bool = True
     router_noise_max: int | float = 10.0
     balance_scope: Literal["global", "depth"] = "global"
+    moe_num_experts: int | None = None
+    moe_top_k: int = 2
+    moe_intermediate_size: int | None = None
     depth_film: bool = False
     input_injection: Literal["none", "diagonal"] = "none"
     router_only_tokens: bool = False
@@ -120,6 +135,11 @@ class LoLConfig(PreTrainedConfig):
         if self.intermediate_size is not None:
             return self.intermediate_size
         return -(-8 * self.hidden_size // (3 * 256)) * 256
+
+    @property
+    def moe_size(self) -> int:
+        """Hidden width of one expert of a mixture-of-experts layer: `moe_intermediate_size`, or the rule."""
+        return self.moe_intermediate_size or -(-self.mlp_size // self.moe_top_k)
 
     @property
     def head_dim(self) -> int:
@@ -166,6 +186,7 @@ class LoLConfig(PreTrainedConfig):
         self._check_sizes()
         self._check_numbers()
         self._check_windows()
+        self._check_moe()
         if self.routing == "fixed":
             self._check_fixed_path()
         elif self.fixed_path is not None:
@@ -205,6 +226,19 @@ class LoLConfig(PreTrainedConfig):
                 f"window_stride={self.window_stride} is larger than window_size={self.window_size}: "
                 f"choose a stride of at most {self.window_size} (the paper's is half a window)"
             )
+
+    def _check_moe(self) -> None:
+        experts, size = self.moe_num_experts, self.moe_intermediate_size
+        if experts is None:
+            if size is not None:
+                raise UserError("moe_intermediate_size is only read with moe_num_experts: set it, or leave both out")
+            return
+        if experts < 2:
+            raise UserError(f"moe_num_experts must be at least 2 (or None for ordinary layers), not {experts}")
+        if not 1 <= self.moe_top_k <= experts:
+            raise UserError(f"moe_top_k={self.moe_top_k}, but a layer has {experts} experts: choose 1 to {experts}")
+        if size is not None and size < 1:
+            raise UserError(f"moe_intermediate_size must be at least 1 (or None for the rule), not {size}")
 
     def _check_fixed_path(self) -> None:
         if self.fixed_path is None:

@@ -36,7 +36,9 @@ class FeedForward:
 
 def fixed_feed_forward(config: LoLConfig) -> FeedForward:
     """The feed-forward part of the prelude's and coda's layers."""
-    return FeedForward(config.mlp_size)
+    if config.moe_num_experts is None:
+        return FeedForward(config.mlp_size)
+    return FeedForward(config.moe_size, config.moe_num_experts, config.moe_top_k)
 
 
 @dataclass(frozen=True)
@@ -100,19 +102,21 @@ def count_parameters(config: LoLConfig, fixed: FeedForward | None = None) -> Par
         config: The model.
         fixed: Feed-forward part of the prelude's and coda's layers; default: the model's.
     """
-    d, experts, depths = config.hidden_size, config.num_experts, config.num_routed_depths
+    d, depths = config.hidden_size, config.num_routed_depths
+    # Without a depth there is no core.
+    experts = config.num_experts if depths else 0
     block = _layer_size(d, FeedForward(config.mlp_size))
     layer = _layer_size(d, fixed or fixed_feed_forward(config))
     library = block * experts
     passed = block * depths
     router = other = Size()
-    if config.routing == "learned":
+    if config.routing == "learned" and depths:
         one = d * experts + experts**2 + 2 * experts
         # A tied router is shared by all depths, and active once as well: it runs per window, not per token.
         router = _met_once((1 if config.tie_router else depths) * one + depths * d)
     if config.depth_film:
         other += _met_once(4 * depths * d)
-    if config.input_injection == "diagonal":
+    if config.input_injection == "diagonal" and depths:
         other += _met_once(3 * d)
     vocabulary = config.vocab_size * d
     parts = {
@@ -239,6 +243,38 @@ def count_flops(
         coda=layer * config.num_coda_layers,
         head=Flops(2 * n * d * config.vocab_size),
     )
+
+
+def training_flops(
+    config: LoLConfig,
+    num_tokens: int,
+    num_depths: int | None = None,
+    *,
+    backprop_depth: int | None = None,
+    first_window: bool = False,
+) -> int:
+    """Count a forward and backward pass in training; truncated backprop spares the backward half of some depths.
+
+    Args:
+        config: The model.
+        num_tokens: As `count_flops` takes them, like the next.
+        num_depths: Depths that run. Default: all.
+        backprop_depth: Only the last so many of them have a backward pass; default: all.
+        first_window: The first window has one at every depth; a row counts as one text here too.
+    """
+    flops = count_flops(config, num_tokens, num_depths)
+    # Where a window is a whole text, it is a first one.
+    if backprop_depth is None or (first_window and config.core_window is None):
+        return flops.training
+    total, own = flops.training, FeedForward(config.mlp_size)
+    for depth in range(max(0, len(flops.depths) - backprop_depth)):
+        constant = flops.depths[depth] + flops.routers[depth]
+        total -= constant.training - constant.forward
+        if first_window:
+            length = window_lengths(num_tokens, config.window_shift(depth), config.core_window)[0]
+            kept = _layer_flops(config.hidden_size, length, own, pairs=length**2)
+            total += kept.training - kept.forward
+    return total
 
 
 def _layer_flops(width: int, num_tokens: int, feed_forward: FeedForward, pairs: int) -> Flops:

@@ -24,8 +24,8 @@ Part = Callable[[Tensor], Tensor]
 
 
 @runtime_checkable
-class BlockParts(Protocol):
-    """The nine parts of a block, each a function of (…, channels)."""
+class AttentionParts(Protocol):
+    """The first five parts of a block, each a function of (…, channels)."""
 
     @property
     def attn_norm(self) -> Part: ...
@@ -37,6 +37,12 @@ class BlockParts(Protocol):
     def v_proj(self) -> Part: ...
     @property
     def o_proj(self) -> Part: ...
+
+
+@runtime_checkable
+class BlockParts(AttentionParts, Protocol):
+    """All nine parts of a block."""
+
     @property
     def mlp_norm(self) -> Part: ...
     @property
@@ -70,14 +76,24 @@ def block_update(
         attend: Maps projected queries, keys and values (*tokens, d) to the heads' joined outputs (*tokens, d).
         film: Modulation of both norms, or `None`.
     """
-    normed = parts.attn_norm(x)
-    if film is not None:
-        normed = normed * (1 + film.attn_scale) + film.attn_shift
-    attention = parts.o_proj(attend(parts.q_proj(normed), parts.k_proj(normed), parts.v_proj(normed)))
+    attention = attention_update(parts, x, attend, film)
     normed = parts.mlp_norm(x + attention)
     if film is not None:
         normed = normed * (1 + film.mlp_scale) + film.mlp_shift
     return attention + parts.down_proj(F.silu(parts.gate_proj(normed)) * parts.up_proj(normed))
+
+
+def attention_update(
+    parts: AttentionParts,
+    x: Float[Tensor, "*tokens d"],
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    film: Film | None = None,
+) -> Float[Tensor, "*tokens d"]:
+    """Attn(norm(x)), the first half of `block_update`."""
+    normed = parts.attn_norm(x)
+    if film is not None:
+        normed = normed * (1 + film.attn_scale) + film.attn_shift
+    return parts.o_proj(attend(parts.q_proj(normed), parts.k_proj(normed), parts.v_proj(normed)))
 
 
 def rms_normalize(x: Float[Tensor, "*tokens d"], eps: float) -> Float[Tensor, "*tokens d"]:
@@ -139,11 +155,11 @@ def rotate(x: Float[Tensor, "*batch n h"], rotary: Rotary) -> Float[Tensor, "*ba
     return torch.addcmul(x * rotary.cos, torch.cat((second, first), dim=-1), rotary.sin)
 
 
-class Block(GradientCheckpointingLayer):
-    """An ordinary layer of the prelude or coda: full causal attention inside the document, then SwiGLU.
+class FixedLayer(GradientCheckpointingLayer):
+    """What all layers of prelude and coda share: full causal attention inside the document.
 
-    Attention goes through transformers' attention interface, so `attn_implementation` chooses eager, sdpa, flash or
-    flex attention as for any of its models.
+    It goes through transformers' attention interface, so `attn_implementation` chooses eager, sdpa, flash or flex
+    attention as for any of its models.
     """
 
     num_key_value_groups = 1
@@ -151,7 +167,7 @@ class Block(GradientCheckpointingLayer):
 
     def __init__(self, config: LoLConfig, layer_idx: int):
         super().__init__()
-        d, hidden = config.hidden_size, config.mlp_size
+        d = config.hidden_size
         self.config = config
         self.layer_idx = layer_idx
         self.scaling = config.head_dim**-0.5
@@ -161,6 +177,45 @@ class Block(GradientCheckpointingLayer):
         self.v_proj = nn.Linear(d, d, bias=False)
         self.o_proj = OutputLinear(d, d, bias=False)
         self.mlp_norm = RMSNorm(d, config.rms_norm_eps)
+
+    def attend(
+        self,
+        query: Float[Tensor, "B n d"],
+        key: Float[Tensor, "B n d"],
+        value: Float[Tensor, "B n d"],
+        rotary: Rotary,
+        attention_mask: Any,
+        position_ids: Int[Tensor, "B n"],
+        cache: Cache | None,
+    ) -> Float[Tensor, "B n d"]:
+        """The heads' joined outputs."""
+        query, key, value = (
+            part.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for part in (query, key, value)
+        )
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation,  # pyright: ignore[reportArgumentType]
+            eager_attention_forward,
+        )
+        query, key = rotate(query, rotary), rotate(key, rotary)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+
+        def join(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return interface(
+                self, query, key, value, attention_mask, scaling=self.scaling, dropout=0.0, position_ids=position_ids
+            )[0]
+
+        # With a cache, widening would copy all that it holds for every token.
+        joined = join(query, key, value) if cache is not None else float32_on_cpu(join, query, key, value)
+        return joined.flatten(-2)
+
+
+class Block(FixedLayer):
+    """An ordinary layer of the prelude or coda: attention, then SwiGLU."""
+
+    def __init__(self, config: LoLConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        d, hidden = config.hidden_size, config.mlp_size
         self.gate_proj = nn.Linear(d, hidden, bias=False)
         self.up_proj = nn.Linear(d, hidden, bias=False)
         self.down_proj = OutputLinear(hidden, d, bias=False)
@@ -173,24 +228,27 @@ class Block(GradientCheckpointingLayer):
         position_ids: Int[Tensor, "B n"],
         cache: Cache | None = None,
     ) -> Float[Tensor, "B n d"]:
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            query, key, value = (
-                part.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for part in (query, key, value)
-            )
-            interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-                self.config._attn_implementation,  # pyright: ignore[reportArgumentType]
-                eager_attention_forward,
-            )
-            query, key = rotate(query, rotary), rotate(key, rotary)
-            if cache is not None:
-                key, value = cache.update(key, value, self.layer_idx)
-            joined, _ = interface(
-                self, query, key, value, attention_mask, scaling=self.scaling, dropout=0.0, position_ids=position_ids
-            )
-            return joined.flatten(-2)
+        attend = partial(
+            self.attend, rotary=rotary, attention_mask=attention_mask, position_ids=position_ids, cache=cache
+        )
+        return x + block_update(self, x, attend)
 
-        # With a cache, widening would copy all that it holds for every token.
-        return x + block_update(self, x, attend if cache is not None else partial(float32_on_cpu, attend))
+
+class Float32Bias(nn.Module):
+    """A module whose buffer `expert_bias` stays float32 when the module is cast.
+
+    The balancing bias moves by 0.001 a step: in bfloat16 it would stop moving at 0.25. Casting moves it between devices
+    and leaves its bits alone.
+    """
+
+    expert_bias: Tensor | None
+
+    def _apply(self, fn, recurse=True):
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = bias.to(device=self.expert_bias.device, dtype=torch.float32)
+        return self
 
 
 class FilmTable(nn.Module):

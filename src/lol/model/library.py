@@ -213,33 +213,40 @@ def autocast(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return x.to(torch.get_autocast_dtype(kind))
 
 
-# Runs of so few rows, which decoding has, go through a faster kernel (`_multiply_few`).
-_FEW_ROWS = 3
+# Numbers in a run's rows up to which they take the faster way (`_multiply_few`): they stay in the first-level cache.
+_FEW_NUMBERS = 3072
 
 
 def _multiply_few(rows: Float[Tensor, "M in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "M out"]:
-    """rows · weightᵀ by way of weight · rowsᵀ: the product has the same terms, but with few rows it is bound by reading
-    the weight, and BLAS reads it at twice the speed when it is the left factor and the right has two columns or more.
-    (Measured: LOG.md.)"""
+    """rows · weightᵀ by way of weight · rowsᵀ: the same products.
+
+    With the few rows of decoding the time goes into reading the weight, and BLAS reads it at up to twice the speed
+    where it is the left factor and the right one has two columns or more. (Measured: LOG.md.)
+    """
     columns = rows.expand(2, -1).contiguous() if rows.shape[0] == 1 else rows
     return torch.mm(weight, columns.t()).t()[: rows.shape[0]]
 
 
+def _multiply_runs(x: Tensor, counts: list[int], weights: Sequence[Tensor]) -> Tensor:
+    """Run after run of rows, each times its own matrix, written into one result."""
+    result = x.new_empty(x.shape[0], weights[0].shape[0])
+    few = _FEW_NUMBERS if x.device.type == "cpu" and x.dtype == torch.float32 else 0
+    for rows, out, weight in zip(x.split(counts), result.split(counts), weights, strict=True):
+        if rows.numel() <= few:
+            out.copy_(_multiply_few(rows, weight))
+        else:
+            torch.mm(rows, weight.t(), out=out)
+    return result
+
+
 class _GroupedLinear(torch.autograd.Function):
-    """Runs of rows, each times its own matrix, written into one result; the backward pass likewise."""
+    """`_multiply_runs`; the backward pass likewise."""
 
     @staticmethod
     def forward(ctx, x: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, *weights)
         ctx.counts = counts
-        result = x.new_empty(x.shape[0], weights[0].shape[0])
-        few = _FEW_ROWS if x.device.type == "cpu" and x.dtype == torch.float32 else 0
-        for rows, out, weight in zip(x.split(counts), result.split(counts), weights, strict=True):
-            if rows.shape[0] <= few:
-                out.copy_(_multiply_few(rows, weight))
-            else:
-                torch.mm(rows, weight.t(), out=out)
-        return result
+        return _multiply_runs(x, counts, weights)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
@@ -260,4 +267,7 @@ def grouped_linear(
     """Multiply consecutive runs of rows by different matrices: run i, of `counts[i]` rows, by `weights[i]`."""
     if len(weights) == 1:
         return F.linear(x, weights[0])
-    return _GroupedLinear.apply(autocast(x), counts, *map(autocast, weights))  # pyright: ignore[reportReturnType]
+    x, weights = autocast(x), [autocast(weight) for weight in weights]
+    if not torch.is_grad_enabled():
+        return _multiply_runs(x, counts, weights)
+    return _GroupedLinear.apply(x, counts, *weights)  # pyright: ignore[reportReturnType]

@@ -1,5 +1,6 @@
 """The language model: `LoLModel` with a head, a loss and generation."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from lol.errors import UserError
 from lol.model.base import LoLModel, LoLPreTrainedModel
 from lol.model.config import LoLConfig
-from lol.model.core import give_path_rows
+from lol.model.core import fit_path, give_path_rows
 from lol.model.outputs import LoLCausalLMOutput
 from lol.model.windows import find_documents
 
@@ -41,6 +42,8 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         path: Int[Tensor, "..."] | list | tuple | None = None,
         path_weight: float | None = None,
         num_depths: int | None = None,
+        backprop_depth: int | None = None,
+        first_window_full_backprop: bool = False,
         generator: torch.Generator | None = None,
         output_router_logits: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -48,18 +51,21 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
-        shift_labels: Int[Tensor, "B n"] | None = None,
         **kwargs: Any,
     ) -> LoLCausalLMOutput | tuple:
         """Run the model and score the vocabulary. Arguments as in `LoLModel`, and:
 
         Args:
             labels: Usually the input ids; -100 leaves a place out. Place t is scored with the logits of place t-1 if
-                both belong to the same document: neither padding nor the first token of a document is ever a target.
+                both belong to the same document: neither padding nor the first token of a document is ever a target. A
+                router-only token is none either, for the loss must not read it (decided here).
             logits_to_keep: Compute the logits of only the last so many places, or of these places. 0 is all.
-            shift_labels: What each place is to predict, in place of `labels`: place t is scored with the logits of
-                place t. For texts that are cut up between processes, where a part does not hold its last target.
+            kwargs: `shift_labels` (batch, n), what each place is to predict, in place of `labels`: place t is scored
+                with the logits of place t. For texts that are cut up between processes, where a part does not hold its
+                last target. The rest is the loss function's.
         """
+        # Not in the signature: transformers' Trainer takes every parameter named so for a label that data must bring.
+        shift_labels = kwargs.pop("shift_labels", None)
         scored = labels is not None or shift_labels is not None
         if scored and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise UserError("labels need all logits: leave logits_to_keep out")
@@ -74,6 +80,8 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             path=path,
             path_weight=path_weight,
             num_depths=num_depths,
+            backprop_depth=backprop_depth,
+            first_window_full_backprop=first_window_full_backprop,
             generator=generator,
             output_router_logits=output_router_logits,
             output_hidden_states=output_hidden_states,
@@ -89,7 +97,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             hidden = hidden[:, -logits_to_keep:]
         logits = self.lm_head(hidden)
         if shift_labels is None and labels is not None:
-            shift_labels = next_tokens(labels, position_ids, attention_mask)
+            shift_labels = next_tokens(labels, position_ids, attention_mask, router_only_ids)
         loss = None
         if shift_labels is not None:
             loss = self.loss_function(
@@ -102,6 +110,8 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             router_logits=outputs.router_logits,
             routing=outputs.routing,
+            moe_router_logits=outputs.moe_router_logits,
+            moe_routing=outputs.moe_routing,
         )
         return self.in_asked_form(output, return_dict)
 
@@ -166,20 +176,32 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             inputs["router_only_ids"] = hidden if bool((hidden >= 0).any()) else None
         path = inputs.get("path")
         if path is not None:
-            path = torch.as_tensor(path, device=given.device)
-            if path.ndim > 1 and path.shape[-1] > 1:
-                mask = inputs.get("attention_mask")
-                longest = total if mask is None else int(mask.sum(1).max())
-                width = self.config.windows_in(longest, inputs.get("num_depths"))
-                path = nn.functional.pad(path[..., :width], (0, max(0, width - path.shape[-1])), value=-1)
-            inputs["path"] = path
+            mask = inputs.get("attention_mask")
+            longest = total if mask is None else int(mask.sum(1).max())
+            num_windows = self.config.windows_in(longest, inputs.get("num_depths"))
+            inputs["path"] = fit_path(torch.as_tensor(path, device=given.device), num_windows)
         return inputs
 
 
-def next_tokens(labels: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+def next_tokens(
+    labels: Int[Tensor, "B n"],
+    position_ids: Int[Tensor, "_ n"] | None,
+    attention_mask: Int[Tensor, "B n"] | Bool[Tensor, "B n"] | None,
+    router_only_ids: Int[Tensor, "B n"] | None = None,
+) -> Int[Tensor, "B n"]:
     """The label that each place is to predict: the next one of its document, or none."""
     shape = (labels.shape[0], labels.shape[1])
     document = find_documents(shape, position_ids, attention_mask, labels.device).grid_document
     same = (document[:, 1:] == document[:, :-1]) & (document[:, 1:] >= 0)
+    if router_only_ids is not None:
+        same &= router_only_ids[:, 1:] < 0
     targets = labels[:, 1:].masked_fill(~same, IGNORED_LABEL)
     return nn.functional.pad(targets, (0, 1), value=IGNORED_LABEL)
+
+
+def count_targets(batch: Mapping[str, Tensor]) -> int:
+    """Places of a batch of packed rows that are scored where all ids are labels."""
+    targets = batch["position_ids"] > 0
+    if "router_only_ids" in batch:
+        targets &= batch["router_only_ids"] < 0
+    return int(targets.sum())

@@ -1,15 +1,18 @@
 """What a forward pass returns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import Cache
 from transformers.utils.generic import ModelOutput
 
 from lol.model.core import DepthRoute
-from lol.model.windows import WindowLayout
+from lol.model.windows import Documents, WindowLayout
 
 
 @dataclass
@@ -35,6 +38,28 @@ class Routing(ModelOutput):
     load: Int[Tensor, "D L"] | None = None
 
 
+class MoEChoice(NamedTuple):
+    """What one mixture-of-experts layer chose."""
+
+    logits: Float[Tensor, "B n E"]
+    experts: Int[Tensor, "B n k"]
+
+
+@dataclass
+class MoERouting(ModelOutput):
+    """Which feed-forward experts each token went through in the mixture-of-experts layers of prelude and coda.
+
+    Args:
+        experts: (batch, layers, n, k) the k experts of each token, the best first, -1 at padding.
+        documents: (batch, n) number of the token's document in its row, -1 at padding.
+        load: (layers, E) tokens that went through each expert, int64.
+    """
+
+    experts: Int[Tensor, "B M n k"] | None = None
+    documents: Int[Tensor, "B n"] | None = None
+    load: Int[Tensor, "M E"] | None = None
+
+
 @dataclass
 class LoLModelOutput(ModelOutput):
     """Output of `LoLModel`.
@@ -48,6 +73,9 @@ class LoLModelOutput(ModelOutput):
             window, or where it began in an earlier pass of a cache. Their softmax is the distribution that chose; in
             training the noise is in them.
         routing: Which block ran where.
+        moe_router_logits: With `output_router_logits`, in models with mixture-of-experts layers: per such layer the raw
+            scores (batch, n, E), 0 at padding.
+        moe_routing: Which experts ran there.
     """
 
     last_hidden_state: Float[Tensor, "B n d"] | None = None
@@ -55,6 +83,8 @@ class LoLModelOutput(ModelOutput):
     hidden_states: tuple[Tensor, ...] | None = None
     router_logits: tuple[Tensor, ...] | None = None
     routing: Routing | None = None
+    moe_router_logits: tuple[Tensor, ...] | None = None
+    moe_routing: MoERouting | None = None
 
 
 @dataclass
@@ -73,6 +103,8 @@ class LoLCausalLMOutput(ModelOutput):
     hidden_states: tuple[Tensor, ...] | None = None
     router_logits: tuple[Tensor, ...] | None = None
     routing: Routing | None = None
+    moe_router_logits: tuple[Tensor, ...] | None = None
+    moe_routing: MoERouting | None = None
     aux_loss: Tensor | None = None
 
 
@@ -117,3 +149,17 @@ def collect_router_logits(routes: list[DepthRoute]) -> tuple[Tensor, ...] | None
         return None
     width = max((route.layout.width for route in routes), default=0)
     return tuple(route.layout.to_rows(route.logits, width, 0.0) for route in routes if route.logits is not None)
+
+
+def collect_moe_routing(choices: Sequence[MoEChoice], documents: Documents) -> MoERouting:
+    """The choices of all mixture-of-experts layers, without those at padding."""
+    real = documents.grid_document >= 0
+    experts = torch.stack([choice.experts for choice in choices], dim=1).masked_fill(~real[:, None, :, None], -1)
+    load = [F.one_hot(choice.experts[real], choice.logits.shape[-1]).sum((0, 1)) for choice in choices]
+    return MoERouting(experts=experts, documents=documents.grid_document_in_row, load=torch.stack(load))
+
+
+def collect_moe_logits(choices: Sequence[MoEChoice], documents: Documents) -> tuple[Tensor, ...]:
+    """Their raw scores, 0 at padding; they keep their gradient, for losses on the router."""
+    padding = documents.grid_document < 0
+    return tuple(choice.logits.masked_fill(padding[..., None], 0.0) for choice in choices)

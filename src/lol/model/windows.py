@@ -7,7 +7,7 @@ into the windows of one shift, and `WindowLayout.group` brings the windows of on
 Letters: B rows, n columns, T real tokens, G documents, K windows in the whole batch, d width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -55,6 +55,11 @@ class Documents:
     def grid_document(self) -> Int[Tensor, "B n"]:
         """Number of each place's document, -1 at padding."""
         return self.scatter(self.document + 1) - 1
+
+    @cached_property
+    def grid_document_in_row(self) -> Int[Tensor, "B n"]:
+        """The same, each row counting from 0."""
+        return self.scatter(_number_within(self.document_row)[self.document] + 1) - 1
 
     @cached_property
     def grid_position(self) -> Int[Tensor, "B n"]:
@@ -231,6 +236,22 @@ class WindowLayout:
         """Number of the window of each token of the stream."""
         numbers = torch.arange(self.num_windows, device=self.document.device)
         return numbers.repeat_interleave(self.windows.length, output_size=self.windows.total)
+
+    def take(self, which: Int[Tensor, "_"]) -> "tuple[Int[Tensor, 'M'], WindowLayout]":
+        """Some of the windows by themselves: their M tokens in the stream, and their layout among those. Rows and
+        documents keep their numbers."""
+        tokens, windows = self.windows.take(which)
+        part = replace(
+            self,
+            windows=windows,
+            document=self.document[which],
+            document_in_row=self.document_in_row[which],
+            index_in_document=self.index_in_document[which],
+            row=self.row[which],
+            index_in_row=self.index_in_row[which],
+            kept=None if self.kept is None else self.kept[which],
+        )
+        return tokens, part
 
     def group(self, expert: Int[Tensor, "K"]) -> "WindowOrder":
         """The windows brought into the order of their blocks, each block's in the order of the stream."""

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lol.data.token_text import TokenText
 from lol.errors import UserError
 from lol.model.base import LoLModel
 from lol.model.config import LoLConfig
@@ -296,24 +297,8 @@ def path_statistics(table: pd.DataFrame, num_experts: int) -> PathStatistics:
 def token_texts(tokenizer: Any, ids: Iterable[int]) -> list[str]:
     """The text of each token, such that together they are the decoded text.
 
-    Where tokens share a character (bytes of one that is not ASCII), the first gets it and the others are empty.
+    Where tokens share a character (bytes of one that is not ASCII), the last gets it and the others are empty.
     """
-    texts: list[str] = []
-    before: list[int] = []
-    waiting: list[int] = []
-    for token in ids:
-        waiting.append(int(token))
-        texts.append("")
-        # Some decoders drop the space in front of the first token, so the token before stands in front.
-        text = _decode(tokenizer, before + waiting)[len(_decode(tokenizer, before)) :]
-        # A character is at most four bytes: what is still broken then is broken text.
-        if "\ufffd" not in text or len(waiting) == 4:
-            texts[-len(waiting)] = text
-            before, waiting = waiting, []
-    if waiting:
-        texts[-len(waiting)] = _decode(tokenizer, before + waiting)[len(_decode(tokenizer, before)) :]
-    return texts
-
-
-def _decode(tokenizer: Any, ids: list[int]) -> str:
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text = TokenText(tokenizer, skip_special=False)
+    texts = [text.add(int(token)) for token in ids]
+    return [*texts[:-1], texts[-1] + text.end()] if texts else []

@@ -13,9 +13,9 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from lol.decoding import ModelDiverged
 from lol.errors import UserError
 from lol.serve.completions import ModelNotFound, Piece, Plan, Served, gather, plan, run
-from lol.serve.decoding import ModelDiverged
 from lol.serve.engine import Answer, Engine, EngineClosed, QueueFull
 from lol.serve.errors import error_body, error_response
 from lol.serve.guard import Access, Guard

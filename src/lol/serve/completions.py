@@ -8,17 +8,21 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from typing import Literal, cast
 
+import numpy as np
 import torch
+from jaxtyping import Int
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from lol.data.token_text import TokenText
+from lol.decoding import Decoding, Sampling, Token, check_path, end_ids
 from lol.errors import UserError
+from lol.model.base import check_ids
 from lol.model.lm import LoLForCausalLM
-from lol.serve.decoding import Decoding, ForcedPath, Sampling, Token, check_path
 from lol.serve.limits import Limits
-from lol.serve.pieces import StopStrings, TokenNames, TokenText
+from lol.serve.pieces import StopStrings, TokenNames
 from lol.serve.protocol import Choice, Completion, CompletionRequest, Logprobs, PathWindow, Usage
 
 
@@ -39,9 +43,7 @@ class Served:
     @cached_property
     def end_ids(self) -> set[int]:
         """Tokens that end a text."""
-        of_model, of_tokenizer = self.model.config.eos_token_id, cast(int | None, self.tokenizer.eos_token_id)
-        ends = of_model if isinstance(of_model, list) else [of_model]
-        return {id_ for id_ in (*ends, of_tokenizer) if id_ is not None}
+        return end_ids(self.model, self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Plan:
     served: Served
     request: CompletionRequest
     prompts: tuple[tuple[int, ...], ...]
-    path: ForcedPath | None
+    path: Int[Tensor, "D _"] | None
     seed: int
     names: TokenNames
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(16)}")
@@ -144,7 +146,7 @@ def _read_prompts(request: CompletionRequest, served: Served) -> Iterator[tuple[
     they are."""
     given = "" if request.prompt is None else request.prompt
     prompts = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
-    longest, size = served.limits.max_prompt_tokens, served.model.config.vocab_size
+    longest = served.limits.max_prompt_tokens
     for prompt in prompts:
         ids = served.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
         ids = tuple(cast(list[int], ids))
@@ -152,19 +154,17 @@ def _read_prompts(request: CompletionRequest, served: Served) -> Iterator[tuple[
             raise UserError("a prompt of token ids is empty: give at least one id")
         if len(ids) > longest:
             raise UserError(f"a prompt has {len(ids)} tokens: this server reads at most {longest}")
-        wrong = [id_ for id_ in ids if not 0 <= id_ < size]
-        if wrong:
-            raise UserError(f"token id {wrong[0]} is outside of the vocabulary (0 to {size - 1})")
+        check_ids(torch.tensor(ids), served.model.config.vocab_size)
         yield ids
 
 
-def _read_path(request: CompletionRequest, served: Served) -> ForcedPath | None:
-    """The forced blocks, whichever form they were given in."""
+def _read_path(request: CompletionRequest, served: Served) -> Int[Tensor, "D _"] | None:
+    """The forced blocks, whichever form they were given in. As in the model's `path`, one column holds for all windows;
+    more are one per window."""
     given = request.path
     if given is None:
         return None
     config = served.model.config
-    weight = None if request.path_weight in (None, "router") else float(cast(float, request.path_weight))
     if not given:
         raise UserError(f"path is empty: give {config.num_routed_depths} blocks, one per depth, or leave it out")
     if isinstance(given[0], PathWindow):
@@ -176,18 +176,14 @@ def _read_path(request: CompletionRequest, served: Served) -> ForcedPath | None:
         last = max(window.window for window in windows)
         if last >= config.windows_in(longest):
             raise UserError(f"path names window {last}: no text here has more than {config.windows_in(longest)}")
-        blocks = torch.full((config.num_routed_depths, last + 1), -1)
+        # A window alone is no path for all of them, so there are two at least.
+        path = torch.full((config.num_routed_depths, max(last + 1, 2)), -1)
         for window in windows:
-            blocks[window.depth, window.window] = window.expert
-        path = ForcedPath(blocks, every_window=False, weight=weight)
-    elif isinstance(given[0], list):
-        rows = cast(list[list[int]], given)
-        width = max(map(len, rows))
-        padded = [row + [-1] * (width - len(row)) for row in rows]
-        # As in the model's `path`: one column stands for all windows.
-        path = ForcedPath(torch.tensor(padded, dtype=torch.long), every_window=width == 1, weight=weight)
+            path[window.depth, window.window] = window.expert
     else:
-        path = ForcedPath(torch.tensor(given, dtype=torch.long)[:, None], every_window=True, weight=weight)
+        rows = cast(list[list[int]], given if isinstance(given[0], list) else [[block] for block in given])
+        width = max(map(len, rows))
+        path = torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.long)
     check_path(path, config)
     return path
 
@@ -260,24 +256,38 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
+def _start(plan: Plan, sample: int) -> Decoding:
+    """A text of its own: the seed and the number of the sample decide what is drawn."""
+    request, model = plan.request, plan.served.model
+    seed = np.random.SeedSequence([plan.seed % 2**64, sample]).generate_state(1, np.uint64)
+    return Decoding(
+        model,
+        path=plan.path,
+        path_weight=None if request.path_weight in (None, "router") else float(cast(float, request.path_weight)),
+        generator=torch.Generator(model.device).manual_seed(int(seed[0])),
+        num_top=request.logprobs,
+    )
+
+
+def _write(decoding: Decoding, request: CompletionRequest) -> Iterator[Token]:
+    most = 16 if request.max_tokens is None else request.max_tokens
+    if most:
+        temperature = 1.0 if request.temperature is None else request.temperature
+        top_p = 1.0 if request.top_p is None else request.top_p
+        yield from decoding.write(Sampling(most, temperature, top_k=None, top_p=top_p))
+
+
 def _run_choice(plan: Plan, index: int, prompt: tuple[int, ...], sample: int) -> Iterator[Piece]:
     request, served = plan.request, plan.served
-    sampling = Sampling(
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        seed=plan.seed,
-        sample=sample,
-    )
-    decoding = Decoding(served.model, prompt, sampling, plan.path, request.logprobs)
+    decoding = _start(plan, sample)
     writer = _Writer(plan, context=() if request.echo else prompt)
-    for tokens in decoding.prefill(scored=bool(request.echo)):
+    for tokens in decoding.read(prompt, scored=bool(request.echo)):
         for token in tokens if request.echo else ():
             writer.add(token, stoppable=False)
         yield _piece(index, writer.take(), new_tokens=0)
 
     reason: Literal["stop", "length"] = "length"
-    most = 16 if request.max_tokens is None else request.max_tokens
-    for token in islice(decoding.steps(), most):
+    for token in _write(decoding, request):
         is_end = token.id in served.end_ids
         stopped = writer.add_end(token) if is_end else writer.add(token)
         yield _piece(index, writer.take(), new_tokens=1)

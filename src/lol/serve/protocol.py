@@ -41,8 +41,8 @@ def _is_unicode(text: str) -> str:
 
 # JSON can write what no tokenizer reads.
 Text = Annotated[str, AfterValidator(_is_unicode)]
-# What fits into a tensor; the model says which blocks it has.
-Block = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+# What fits into a tensor; the model says which tokens and blocks it has.
+Number = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class _Strict(BaseModel):
@@ -66,7 +66,7 @@ class PathWindow(_Strict):
     """Its first token; the prompt's first token, BOS included, is 0."""
     end: int | None = None
     """The token after its last."""
-    expert: Block
+    expert: Number
     """The block."""
     weight: float | None = None
     """The weight of its update."""
@@ -76,7 +76,7 @@ class CompletionRequest(_Strict):
     """The body of `POST /v1/completions`."""
 
     model: str | None = None
-    prompt: Text | list[Text] | list[int] | list[list[int]] | None = None
+    prompt: Text | list[Text] | list[Number] | list[list[Number]] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] | None = 1.0
@@ -94,7 +94,7 @@ class CompletionRequest(_Strict):
     logit_bias: Any = None
     frequency_penalty: Any = None
     presence_penalty: Any = None
-    path: list[Block] | list[list[Block]] | list[PathWindow] | None = None
+    path: list[Number] | list[list[Number]] | list[PathWindow] | None = None
     """Extension: the blocks to run."""
     path_weight: Literal["router"] | float | None = None
     """Extension: the weight of a forced block's update; "router" is the router's own probability of it."""

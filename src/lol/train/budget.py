@@ -7,9 +7,9 @@ from typing import Literal, cast
 
 from lol.errors import UserError
 from lol.model.config import LoLConfig
-from lol.model.cost import count_flops, count_parameters
+from lol.model.cost import count_parameters, training_flops
 from lol.train.config import TrainConfig
-from lol.train.curriculum import depth_at
+from lol.train.curriculum import depth_at, executed_depth
 
 Limit = Literal["steps", "tokens", "flops"]
 
@@ -30,9 +30,13 @@ class Plan:
     flops_of_depth: tuple[int, ...]
     """Floating-point operations of a step that runs 0, 1, … D routed depths."""
 
-    def depth(self, step: int) -> int:
-        """Routed depths that `step` (from 0) runs."""
+    def due_depth(self, step: int) -> int:
+        """Routed depths that are due at `step` (from 0)."""
         return depth_at(step, self.config, self.steps)
+
+    def depth(self, step: int) -> int:
+        """Routed depths that `step` (from 0) runs: those that are due, or a number drawn around them."""
+        return executed_depth(step, self.config, self.steps)
 
     def flops(self, step: int) -> int:
         """Floating-point operations of `step` (from 0)."""
@@ -64,10 +68,18 @@ def plan_run(config: TrainConfig, model: LoLConfig) -> Plan:
     """
     rows = config.batch_size * config.accumulation
     flops_of_depth = tuple(
-        rows * count_flops(model, config.data.context_length, depth).training
+        rows
+        * training_flops(
+            model,
+            config.data.context_length,
+            depth,
+            backprop_depth=config.growth.backprop_depth,
+            first_window=config.growth.first_window_full_backprop,
+        )
         for depth in range(model.num_routed_depths + 1)
     )
-    # A run of one more step costs more, whatever the growth does: a search in halves finds the longest.
+    # A run of one more step costs more, whatever the growth does: a search in halves finds the longest. Sampled depth
+    # may break that by a step or so; what is found is within the budget all the same.
     horizons = range(1, config.steps + 1)
     used: dict[Limit, Callable[[int], int]] = {
         "tokens": lambda steps: steps * config.tokens_per_step,
@@ -87,7 +99,10 @@ def plan_run(config: TrainConfig, model: LoLConfig) -> Plan:
 
 
 def _total_flops(config: TrainConfig, steps: int, flops_of_depth: tuple[int, ...]) -> int:
-    """Of a run of so many steps. Depth never falls, so the steps of each depth lie between two that are searched."""
+    """Of a run of so many steps. Depth that is not sampled never falls, so the steps of each depth lie between two that
+    are searched."""
+    if config.growth.sampled:
+        return sum(flops_of_depth[executed_depth(step, config, steps)] for step in range(steps))
 
     def first_step_deeper_than(depth: int) -> int:
         return bisect_left(range(steps), depth + 1, key=lambda step: depth_at(step, config, steps))
@@ -102,5 +117,7 @@ def _total_flops(config: TrainConfig, steps: int, flops_of_depth: tuple[int, ...
 
 def checkpoint_bytes(model: LoLConfig) -> int:
     """Bytes of the tensors in a checkpoint: the weights and AdamW's two moments in float32, and the balancing bias."""
-    biases = model.num_experts * (1 if model.balance_scope == "global" else model.num_routed_depths)
-    return 4 * (3 * count_parameters(model).total + (biases if model.routing == "learned" else 0))
+    biases = (model.num_prelude_layers + model.num_coda_layers) * (model.moe_num_experts or 0)
+    if model.routing == "learned" and model.num_routed_depths:
+        biases += model.num_experts * (1 if model.balance_scope == "global" else model.num_routed_depths)
+    return 4 * (3 * count_parameters(model).total + biases)

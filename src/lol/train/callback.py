@@ -15,7 +15,7 @@ from lol.errors import UserError
 from lol.model.base import LoLModel
 from lol.model.lm import IGNORED_LABEL, LoLForCausalLM, next_tokens
 from lol.model.outputs import LoLCausalLMOutput, LoLModelOutput
-from lol.train.balance import global_auxiliary_loss, sequence_auxiliary_losses, update_bias
+from lol.train.balance import auxiliary_coefficient, batch_loss, document_losses, update_biases
 from lol.train.config import BalanceConfig
 
 
@@ -37,7 +37,7 @@ class BalanceCallback(TrainerCallback):
     def __init__(self, config: BalanceConfig | None = None):
         self.config = config or BalanceConfig()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._load: Tensor | None = None
+        self._loads: list[Tensor] = []
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -48,7 +48,7 @@ class BalanceCallback(TrainerCallback):
         base = _find(model, LoLModel)
         if base is None:
             raise UserError(f"{type(model).__name__} holds no LoLModel: leave BalanceCallback out")
-        if base.router is None:
+        if base.router is None and not base.moe_layers:
             return
         if self.config.strategy == "loss_free" and _has_adapter(model):
             raise UserError(
@@ -57,7 +57,7 @@ class BalanceCallback(TrainerCallback):
             )
         self._hooks.append(base.register_forward_hook(self._count))
         scorer = _find(model, LoLForCausalLM)
-        if scorer is not None and self._has_loss():
+        if scorer is not None and auxiliary_coefficient(self.config) != 0:
             self._hooks.append(scorer.register_forward_pre_hook(_ask_for_logits, with_kwargs=True))
             self._hooks.append(scorer.register_forward_hook(self._add_loss, with_kwargs=True))
 
@@ -65,13 +65,18 @@ class BalanceCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
         """One step, one sum over the ranks, one move of the bias."""
-        load, self._load = self._load, None
+        loads, self._loads = self._loads, []
         base = _find(model, LoLModel)
-        if load is None or base is None or base.expert_bias is None:
+        if not loads or base is None:
             return
         if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(load)
-        update_bias(base.expert_bias, load, self.config, state.global_step, state.max_steps)
+            together = torch.cat([load.flatten() for load in loads])
+            dist.all_reduce(together)
+            parts = together.split([load.numel() for load in loads])
+            loads = [part.view_as(load) for part, load in zip(parts, loads, strict=True)]
+        load, moe_load = (*loads, None)[:2]
+        assert load is not None
+        update_biases(base, load, moe_load, self.config, state.global_step, state.max_steps)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -82,22 +87,16 @@ class BalanceCallback(TrainerCallback):
     def _stop_listening(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._load = [], None
-
-    def _has_loss(self) -> bool:
-        if self.config.strategy == "aux_loss":
-            return self.config.global_aux != 0
-        return self.config.strategy == "loss_free" and self.config.sequence_aux != 0
+        self._hooks, self._loads = [], []
 
     def _count(self, model: nn.Module, args: Any, output: Any) -> None:
         if not _is_training(model) or not isinstance(output, LoLModelOutput):
             return
         assert output.routing is not None
-        load = output.routing.load
-        assert load is not None
-        if self._load is None:
-            self._load = torch.zeros_like(load)
-        self._load += load
+        moe_load = None if output.moe_routing is None else output.moe_routing.load
+        loads = [load for load in (output.routing.load, moe_load) if load is not None]
+        before = self._loads or [torch.zeros_like(load) for load in loads]
+        self._loads = [one + other for one, other in zip(before, loads, strict=True)]
 
     def _add_loss(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if not _is_training(model) or not isinstance(output, LoLCausalLMOutput) or output.loss is None:
@@ -106,12 +105,9 @@ class BalanceCallback(TrainerCallback):
         output.loss = output.loss + loss.to(output.loss.device)
 
     def _auxiliary_loss(self, output: LoLCausalLMOutput) -> Float[Tensor, ""]:
-        assert output.router_logits is not None
-        assert output.routing is not None
         if self.config.strategy == "aux_loss":
-            return self.config.global_aux * global_auxiliary_loss(output.router_logits, output.routing, self.config)
-        losses = sequence_auxiliary_losses(output.router_logits, output.routing, self.config)
-        return self.config.sequence_aux * losses.mean()
+            return self.config.global_aux * batch_loss(output, self.config)
+        return self.config.sequence_aux * document_losses(output, self.config).mean()
 
 
 def _ask_for_logits(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -124,7 +120,9 @@ def _share_of_step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Ten
     total = given.get("kwargs", {}).get("num_items_in_batch")
     if total is None:
         return 1.0
-    targets = next_tokens(given["labels"], given.get("position_ids"), given.get("attention_mask"))
+    targets = next_tokens(
+        given["labels"], given.get("position_ids"), given.get("attention_mask"), given.get("router_only_ids")
+    )
     return (targets != IGNORED_LABEL).sum() / total
 
 

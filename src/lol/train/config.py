@@ -85,12 +85,22 @@ class BalanceConfig:
 
 @dataclass(frozen=True)
 class GrowthConfig:
-    """The core starts shallow and deepens. (Article.)"""
+    """Depth in training: how much of the core runs at a step, and how much of it learns. (Article.)"""
 
     initial_depth: int | None = None
     """Depths run at the first step; without it, all depths run from the start."""
     until: float = 0.75
     """Share of the steps after which all depths run."""
+    sampled: bool = False
+    """Draw each step's depth around the scheduled one (log-normal Poisson, as Huginn), from the seed and the step."""
+    sigma: float = 0.5
+    """Spread of the drawn depths: standard deviation of the logarithm of the Poisson rate."""
+    unit: int = 1
+    """Depths that are drawn together: the blocks of one loop in a looped model."""
+    backprop_depth: int | None = None
+    """Only the last so many of the depths that run get gradients; without it, all do."""
+    first_window_full_backprop: bool = False
+    """Each document's first window gets gradients at every depth all the same."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +169,20 @@ class TrainConfig:
         for name, budget in dataclasses.asdict(self.budget).items():
             if budget is not None and not 0 < budget < math.inf:
                 raise UserError(f"budget.{name} must be positive and finite, or None for no budget, not {budget}")
+        self._check_growth()
+
+    def _check_growth(self) -> None:
         depths, initial = self.model.num_routed_depths, self.growth.initial_depth
         if initial is not None and not 1 <= initial <= max(depths, 1):
             raise UserError(f"growth.initial_depth={initial}, but the model has {depths} routed depths: 1 to {depths}")
+        kept = self.growth.backprop_depth
+        if kept is not None and kept < 1:
+            raise UserError(f"growth.backprop_depth={kept}, but the last depth always has gradients: at least 1")
+        if self.growth.sampled and depths % self.growth.unit:
+            raise UserError(
+                f"growth.unit={self.growth.unit} does not divide the model's {depths} routed depths: give the number "
+                "of blocks in a loop, or 1"
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -190,6 +211,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "balance.limit": (0, math.inf),
     "balance.stop": (0, 1),
     "growth.until": (0, 1),
+    "growth.sigma": (0, math.inf),
+    "growth.unit": (1, math.inf),
     "eval.every": (0, math.inf),
     "eval.rows": (1, math.inf),
 }

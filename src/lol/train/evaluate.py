@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lol.data.packing import Row
-from lol.model.lm import LoLForCausalLM
+from lol.model.lm import LoLForCausalLM, count_targets
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def evaluate(model: LoLForCausalLM, rows: Sequence[Row], batch_size: int, num_de
         output = model(**batch, labels=batch["input_ids"], num_depths=num_depths, num_items_in_batch=1)
         loss += output.loss.double().cpu()
         load += output.routing.load.cpu()
-        targets += int((batch["position_ids"] > 0).sum())
+        targets += count_targets(batch)
     model.train(was_training)
     return Evaluation(float(loss) / targets, targets, load)
 

@@ -10,10 +10,11 @@ the mean over the targets of all ranks.
 | fsdp2 | a slice on every rank | each unit is gathered, its gradient reduced to slices |
 | hsdp | a slice on every rank of a node, nodes alike | the same inside a node, then a sum over nodes |
 
-FSDP2's units: embedding, each prelude layer, the library, each coda layer, head (tied: one with the embedding); the
-rest (router, norm, depth embeddings, FiLM, injection) is the root's. The library is called once per forward pass and
-stays gathered until its gradient is done: the number of collectives depends neither on the depth nor on the path, and
-ranks whose windows choose different blocks cannot get out of step. (Decided here: docs/architecture.md.)
+FSDP2's units: embedding, each prelude layer, the library, each coda layer, head (tied: one with the embedding), the
+router of each mixture of experts; the rest (router, norm, depth embeddings, FiLM, injection) is the root's. The library
+is called once per forward pass and stays gathered until its gradient is done: the number of collectives depends neither
+on the depth nor on the path, and ranks whose windows choose different blocks cannot get out of step. (Decided here:
+docs/architecture.md.)
 """
 
 import os
@@ -33,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lol.errors import UserError
 from lol.model.lm import LoLForCausalLM
+from lol.model.moe import MoEBlock
 from lol.train.config import Parallel, Precision
 
 
@@ -201,9 +203,12 @@ def _shard(model: LoLForCausalLM, mesh: DeviceMesh, precision: Precision) -> Non
         fully_shard(body.embed_tokens, mesh=mesh, mp_policy=ends, reshard_after_forward=False)
         fully_shard(model.lm_head, mesh=mesh, mp_policy=ends, reshard_after_forward=False)
     for block in (*body.prelude, *body.coda):
+        if isinstance(block, MoEBlock):
+            fully_shard(block.moe.router, mesh=mesh, mp_policy=plain)
         fully_shard(block, mesh=mesh, mp_policy=layer)
     # The shelf is views of the gathered weights: they must not be freed between the library's call and its gradient.
-    fully_shard(body.library, mesh=mesh, mp_policy=layer, reshard_after_forward=False)
+    if body.library is not None:
+        fully_shard(body.library, mesh=mesh, mp_policy=layer, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=plain, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):

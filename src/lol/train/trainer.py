@@ -30,8 +30,8 @@ from lol.data.tokenizer import load_tokenizer, train_tokenizer
 from lol.errors import UserError
 from lol.model.config import LoLConfig
 from lol.model.cost import count_parameters
-from lol.model.lm import LoLForCausalLM
-from lol.train.balance import global_auxiliary_loss, sequence_auxiliary_losses, update_bias
+from lol.model.lm import LoLForCausalLM, count_targets
+from lol.train.balance import auxiliary_coefficient, batch_loss, document_losses, update_biases
 from lol.train.budget import Plan, plan_run
 from lol.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from lol.train.config import TrainConfig, as_json
@@ -195,10 +195,9 @@ def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | No
             held_out = None
             last = session.step == session.plan.steps
             if config.eval.every and (session.step % config.eval.every == 0 or last):
-                held_out, by_source = _measure(session, record["depth"])
-                log.write(
-                    {"event": "eval", "step": session.step, "loss": held_out.loss, "depth": record["depth"]} | by_source
-                )
+                depth = session.plan.due_depth(session.step - 1)
+                held_out, by_source = _measure(session, depth)
+                log.write({"event": "eval", "step": session.step, "loss": held_out.loss, "depth": depth} | by_source)
             progress.update(
                 session.step,
                 loss=record["loss"],
@@ -229,10 +228,11 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
     learning_rate = learning_rate_at(step, plan.steps, config.optim)
     for group in session.optimizer.param_groups:
         group["lr"] = learning_rate
-    targets = sum(int((batch["position_ids"] > 0).sum()) for batch in batches)
+    targets = sum(map(count_targets, batches))
     documents = sum(int((batch["position_ids"] == 0).sum()) for batch in batches)
     loss, entropy = torch.zeros((), device=model.device), torch.zeros((), device=model.device)
     load = torch.zeros(depth, config.model.num_experts, dtype=torch.long, device=model.device)
+    moe_load = None
     for index, batch in enumerate(batches):
         own = {name: tensor.to(model.device) for name, tensor in world.rows(batch).items()}
         with passes_on(session.module, last=index == len(batches) - 1):
@@ -241,6 +241,8 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
                     **own,
                     labels=own["input_ids"],
                     num_depths=depth,
+                    backprop_depth=config.growth.backprop_depth,
+                    first_window_full_backprop=config.growth.first_window_full_backprop,
                     generator=_noise_generator(config.seed, step, index, world.rank),
                     output_router_logits=True,
                     num_items_in_batch=targets,
@@ -249,8 +251,11 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
             total.backward()
         loss += output.loss.detach()
         load += output.routing.load
+        if output.moe_routing is not None:
+            moe_load = output.moe_routing.load if moe_load is None else moe_load + output.moe_routing.load
         entropy += _router_entropy(output) / passes
-    loss, load, entropy = world.add_up(loss, load, entropy)
+    loss, load, entropy, *moe_loads = world.add_up(loss, load, entropy, *([] if moe_load is None else [moe_load]))
+    moe_load = moe_loads[0] if moe_loads else None
     norm = clip_gradients(model.parameters(), config.optim.clip_norm or float("inf"))
     if not torch.isfinite(loss) or not torch.isfinite(norm):
         raise UserError(
@@ -260,8 +265,7 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
         )
     session.optimizer.step()
     session.optimizer.zero_grad(set_to_none=True)
-    if model.model.expert_bias is not None:
-        update_bias(model.model.expert_bias, load, config.balance, step, plan.steps)
+    update_biases(model.model, load, moe_load, config.balance, step, plan.steps)
     session.step += 1
     session.tokens += config.tokens_per_step
     session.flops += plan.flops(step)
@@ -276,7 +280,7 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
         "grad_norm": norm.item(),
         "load": load.tolist(),
         "router_entropy": entropy.item(),
-    }
+    } | ({} if moe_load is None else {"moe_load": moe_load.tolist()})
 
 
 def summarize(session: Session) -> dict[str, Any]:
@@ -348,15 +352,12 @@ def _model_config(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> Lo
 
 def _balance_loss(output: Any, config: TrainConfig, documents: int, passes: int) -> Tensor | float:
     """The auxiliary loss of a forward pass, its share of the step's; the global one is that of each pass by itself."""
-    if output.router_logits is None or not output.router_logits:
+    coefficient = auxiliary_coefficient(config.balance)
+    if coefficient == 0 or not (output.router_logits or output.moe_router_logits):
         return 0.0
-    balance = config.balance
-    if balance.strategy == "aux_loss":
-        return balance.global_aux * global_auxiliary_loss(output.router_logits, output.routing, balance) / passes
-    if balance.strategy == "none" or balance.sequence_aux == 0:
-        return 0.0
-    losses = sequence_auxiliary_losses(output.router_logits, output.routing, balance)
-    return balance.sequence_aux * losses.sum() / documents
+    if config.balance.strategy == "aux_loss":
+        return coefficient * batch_loss(output, config.balance) / passes
+    return coefficient * document_losses(output, config.balance).sum() / documents
 
 
 @torch.no_grad()
