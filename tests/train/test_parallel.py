@@ -49,7 +49,7 @@ def test_gradients_are_those_of_one_process(results: dict[str, dict[str, Any]], 
     one, many = found["norms"]
     assert many == pytest.approx(one, rel=1e-6)
     # The norm is above the limit, so that clipping has something to do.
-    assert one > 1
+    assert one > 0.5
     assert found["clipped"] < 1e-6
 
 

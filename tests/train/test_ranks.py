@@ -139,7 +139,9 @@ def test_bf16_keeps_weights_in_float32(folder: Path):
     exact, one, sharded = (losses(folder / name) for name in ("quiet-one", "bf16-one", "bf16-fsdp2"))
     for found in (one, sharded):
         assert found != exact
-        assert found == pytest.approx(exact, abs=0.02)
+        assert found[:4] == pytest.approx(exact[:4], abs=0.01)
+        # Later, some window has gone to another block.
+        assert found == pytest.approx(exact, abs=0.1)
     tensors, others = saved_tensors(folder / "bf16-fsdp2", 8), saved_tensors(folder / "quiet-one", 8)
     assert {name: tensor.dtype for name, tensor in tensors.items()} == {
         name: tensor.dtype for name, tensor in others.items()
