@@ -107,10 +107,11 @@ def float32_on_cpu(
 ) -> Tensor:
     """`attend`'s result, computed in float32 where bfloat16 would run on a CPU: there the backward pass of attention
     takes 2 to 9 times as long in it. (Measured on Sapphire Rapids with torch 2.13.)"""
-    if query.device.type != "cpu" or query.dtype != torch.bfloat16:
+    # Rotary angles may have made float32 of two of them, which autocast would undo.
+    if query.device.type != "cpu" or value.dtype != torch.bfloat16:
         return attend(query, key, value)
     with torch.autocast("cpu", enabled=False):
-        return attend(query.float(), key.float(), value.float()).to(query.dtype)
+        return attend(query.float(), key.float(), value.float()).to(value.dtype)
 
 
 class RMSNorm(nn.Module):
