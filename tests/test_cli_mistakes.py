@@ -104,6 +104,7 @@ def test_a_run_folder_is_not_overwritten_and_not_continued_as_another(lol: Lol, 
         (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
         (["--temperature", "-1"], "temperature must be at least 0"),
         (["--top-k", "0"], "top_k must be at least 1"),
+        (["--top-p", "2"], "top_p must be from 0 to 1"),
     ],
 )
 def test_generate_refuses_before_it_writes(lol: Lol, trained: Path, flags: list[str], message: str) -> None:

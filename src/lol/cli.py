@@ -101,6 +101,8 @@ class Generate:
     """0 takes the most probable token every time."""
     top_k: int = 50
     """Sample among so many most probable tokens."""
+    top_p: float = 1.0
+    """Sample among the most probable tokens that have so much probability together."""
     seed: int = 0
     """Decides the sample."""
     path: list[int] | None = None
@@ -115,7 +117,7 @@ def generate(args: list[str]) -> int:
     from lol.train.loading import load_model
 
     command = _parse(Generate, "generate", args)
-    sampling = Sampling(command.max_new_tokens, command.temperature, command.top_k)
+    sampling = Sampling(command.max_new_tokens, command.temperature, command.top_k, command.top_p)
     return terminal.generate(
         *load_model(command.model),
         command.prompt,
