@@ -12,10 +12,11 @@ from lol.data.mixture import MixedRows, held_out_rows_by_source, open_sources, s
 from lol.data.tokenizer import load_tokenizer
 from lol.errors import UserError
 from lol.train.config import as_json, from_json
+from lol.train.corpus import open_held_out
 from lol.train.evaluate import evaluate, evaluate_sources
 from lol.train.loading import load_model
 from lol.train.metrics import read_metrics
-from lol.train.trainer import open_held_out, prepare, train
+from lol.train.trainer import prepare, train
 from small_run import FLAGS, Lol, assert_same_run, small_config, stop_after
 
 

@@ -18,10 +18,10 @@ from lol.paths.colors import block_colors
 from lol.paths.record import record_paths, token_texts
 from lol.paths.report import write_report
 from lol.train.config import TrainConfig, from_json
+from lol.train.corpus import open_held_out
 from lol.train.loading import load_model
 from lol.train.metrics import read_metrics
 from lol.train.run_folder import CONFIG
-from lol.train.trainer import open_held_out
 
 SAMPLE_PROMPT = "def read(self, size=-1):"
 

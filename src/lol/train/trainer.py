@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, set_seed
 
 from lol.data.loader import PackedLoader, make_loader
-from lol.data.mixture import (
-    MixedRows,
-    Source,
-    held_out_rows_by_source,
-    mixed_texts,
-    open_sources,
-    parse_shares,
-    split_sources,
-)
+from lol.data.mixture import MixedRows, Source, held_out_rows_by_source
 from lol.data.ngram import NGramBaselines
 from lol.data.packing import Row, token_documents
-from lol.data.tokenizer import load_tokenizer, train_tokenizer
 from lol.errors import UserError
-from lol.model.config import LoLConfig
 from lol.model.cost import count_parameters
 from lol.model.lm import LoLForCausalLM, count_targets
 from lol.train.balance import auxiliary_coefficient, batch_loss, document_losses, update_biases
 from lol.train.budget import Plan, plan_run
 from lol.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from lol.train.config import TrainConfig, as_json
+from lol.train.corpus import find_tokenizer, model_config, name_sources, open_sides
 from lol.train.evaluate import Evaluation, evaluate_sources
 from lol.train.interrupt import SIGNALS, Interrupt
 from lol.train.metrics import FILE as METRICS
@@ -144,12 +134,12 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None, world: Worl
     """Data, tokenizer, model and optimizer; from the checkpoint's state if there is one."""
     world = world or World()
     data = config.data
-    sources, held_out = _open_sides(config)
-    tokenizer = world.from_main(lambda: _tokenizer(config, sources, checkpoint))
+    sources, held_out = open_sides(config)
+    tokenizer = world.from_main(lambda: find_tokenizer(config, sources, checkpoint))
     rows = MixedRows(sources, tokenizer, data.context_length, seed=config.seed, shuffle_buffer=data.shuffle_buffer)
     # Python's and numpy's generators too: what a user adds may draw from them, and a checkpoint keeps them.
     set_seed(config.seed)
-    model = LoLForCausalLM(_model_config(config, tokenizer))
+    model = LoLForCausalLM(model_config(config, tokenizer))
     model.to(world.device)  # pyright: ignore[reportArgumentType]
     if config.activation_checkpointing:
         model.activation_checkpointing_enable()
@@ -170,13 +160,6 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None, world: Worl
     if checkpoint is not None:
         _restore(session, checkpoint)
     return session
-
-
-def open_held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, num_rows: int) -> list[Row]:
-    """Held-out rows of a run, without opening the rest of it; of several sources, by turns."""
-    by_source = held_out_rows_by_source(_open_sides(config)[1], tokenizer, config.data.context_length, num_rows)
-    turns = zip_longest(*by_source.values())
-    return [row for turn in turns for row in turn if row is not None][:num_rows]
 
 
 def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | None:
@@ -319,37 +302,6 @@ def _measure(session: Session, depth: int) -> tuple[Evaluation, dict[str, Any]]:
     return result, by_source | ({"losses": losses} if len(losses) > 1 else {})
 
 
-def _open_sides(config: TrainConfig) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
-    """The sources to train on and those held out."""
-    data = config.data
-    sources = open_sources(data.source, text_column=data.text_column, document_chars=data.document_chars)
-    if data.held_out_source is None:
-        return split_sources(sources, data.held_out_fraction)
-    held_out = open_sources(data.held_out_source, text_column=data.text_column, document_chars=data.document_chars)
-    return sources, held_out
-
-
-def _tokenizer(config: TrainConfig, sources: Sequence[Source], checkpoint: Path | None) -> PreTrainedTokenizerFast:
-    if checkpoint is not None:
-        return load_tokenizer(checkpoint)
-    if config.data.tokenizer is not None:
-        return load_tokenizer(config.data.tokenizer)
-    return train_tokenizer(mixed_texts(sources), config.model.vocab_size)
-
-
-def _model_config(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> LoLConfig:
-    """The run's model, sized for the tokenizer and trained on the run's context."""
-    fields = as_json(config)["model"] | {
-        # Not the number of tokens: some tokenizers leave ids out.
-        "vocab_size": max(tokenizer.get_vocab().values()) + 1,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "max_position_embeddings": config.data.context_length,
-    }
-    return LoLConfig(**fields)
-
-
 def _balance_loss(output: Any, config: TrainConfig, documents: int, passes: int) -> Tensor | float:
     """The auxiliary loss of a forward pass, its share of the step's; the global one is that of each pass by itself."""
     coefficient = auxiliary_coefficient(config.balance)
@@ -426,11 +378,6 @@ def _describe(session: Session) -> str:
     return (
         f"{counts.total / 1e6:.1f} M parameters: {model.num_experts} blocks over {model.num_routed_depths} depths, "
         f"{model.num_prelude_layers}+{model.num_coda_layers} fixed layers, vocabulary {model.vocab_size:,}; "
-        f"{plan.steps:,} steps of {config.tokens_per_step:,} tokens from {_sources(config)}, "
+        f"{plan.steps:,} steps of {config.tokens_per_step:,} tokens from {name_sources(config)}, "
         f"{shorten(plan.total_flops, 'FLOP')}{budget}{resumed}"
     )
-
-
-def _sources(config: TrainConfig) -> str:
-    shares = parse_shares(config.data.source)
-    return ", ".join(f"{name} ({share:.3g})" if len(shares) > 1 else name for name, share in shares.items())
