@@ -7,6 +7,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lol.data.tokenizer import train_tokenizer
+from lol.train.checkpoint import MANIFEST
 from lol.train.loading import load_model
 from small_run import FLAGS, Lol
 
@@ -17,8 +18,11 @@ def model(trained: Path) -> Path:
 
 
 def copy(folder: Path, to: Path) -> Path:
+    """A checkpoint to be changed, so without the manifest that would tell."""
     to.mkdir()
     for file in folder.iterdir():
+        if file.name == MANIFEST:
+            continue
         (to / file.name).write_bytes(file.read_bytes())
     return to
 
@@ -104,6 +108,7 @@ def test_a_run_folder_is_not_overwritten_and_not_continued_as_another(lol: Lol, 
         (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
         (["--temperature", "-1"], "temperature must be at least 0"),
         (["--top-k", "0"], "top_k must be at least 1"),
+        (["--seed", "99999999999999999999"], "seed must be from 0 to 2^63 - 1"),
         (["--top-p", "2"], "top_p must be from 0 to 1"),
     ],
 )
@@ -165,6 +170,9 @@ def test_a_run_whose_checkpoints_are_damaged(lol: Lol, corpus: Path, tmp_path: P
     assert "step-00000002 is damaged and is passed over: model.safetensors has 500 bytes" in err
     assert out.startswith("router")
     (older / "model.safetensors").unlink()
+    assert_refused(
+        lol("generate", "--model", newest, "--prompt", "router"), "is damaged: model.safetensors has 500 bytes"
+    )
     assert_refused(lol("generate", "--model", tmp_path / "run"), "holds no whole checkpoint")
     assert_refused(lol(*command, "--resume"), "no checkpoint of", "is whole")
 

@@ -30,6 +30,17 @@ class ModelDiverged(UserError):
     """No text can be drawn from this model."""
 
 
+def seeded(seed: int, device: torch.device) -> torch.Generator:
+    """A generator that begins at a seed.
+
+    Raises:
+        UserError: a seed that does not fit.
+    """
+    if not 0 <= seed < 2**63:
+        raise UserError(f"seed must be from 0 to 2^63 - 1, not {seed}")
+    return torch.Generator(device).manual_seed(seed)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen, and how many. The order of the choices is that of transformers' `generate`.
@@ -133,7 +144,7 @@ class Decoding:
         """
         self.model = model
         self.path_weight = path_weight
-        self.generator = generator or torch.Generator(model.device).manual_seed(0)
+        self.generator = generator or seeded(0, model.device)
         self.num_top = num_top
         self.num_run = 0
         """Tokens that were run."""

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from lol.data.token_text import TokenText
-from lol.decoding import Decoding, Sampling, Window, end_ids
+from lol.decoding import Decoding, Sampling, Window, end_ids, seeded
 from lol.errors import UserError
 from lol.model.base import check_ids
 from lol.model.lm import LoLForCausalLM
@@ -156,7 +156,7 @@ def stream_text(
         UserError: a number that cannot work, or a path that does not fit the model.
     """
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p)
-    generator = torch.Generator(model.device).manual_seed(seed)
+    generator = seeded(seed, model.device)
     return Document(model, tokenizer, path=path, generator=generator).write(prompt, sampling)
 
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 
-import torch
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerFast
 
+from lol.decoding import seeded
 from lol.errors import UserError
 from lol.generate import Document, Piece, Sampling, Window
 from lol.model.lm import LoLForCausalLM
@@ -137,7 +137,7 @@ def generate(
     Raises:
         UserError: input that is no text, and what the model refuses.
     """
-    generator = torch.Generator(model.device).manual_seed(seed)
+    generator = seeded(seed, model.device)
 
     def begin(path: list[int] | None) -> Document:
         return Document(model, tokenizer, path=path, generator=generator)

@@ -364,3 +364,11 @@ def test_text_stays_good_in_low_precision(dtype: torch.dtype):
     assert lost.max() < 0.2
     # Any other text loses more than that.
     assert (logits.max(-1, keepdim=True).values - logits).mean() > 1
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_prompts_that_end_in_padding_are_refused(model: LoLForCausalLM, use_cache: bool):
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+    with pytest.raises(UserError, match="a row ends in padding: pad prompts on the left"):
+        model.generate(ids_of(2, 6), attention_mask=mask, max_new_tokens=2, use_cache=use_cache)

@@ -281,3 +281,20 @@ def test_router_only_ids_need_a_router():
     model = make_model(fixed, 0, router_only_tokens=True)
     with pytest.raises(UserError, match="router_only_ids needs a router"):
         model(ROW, router_only_ids=ROW)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"path_weight": 0.5}, "path_weight is the weight of a forced block: give a path too"),
+        ({"path": [0, 0, 0], "path_weight": float("nan")}, "give a finite number"),
+        ({"path": torch.zeros(3)}, "path holds fractions"),
+        ({"input_ids": torch.zeros(4, dtype=torch.long)}, r"input_ids has shape \(4,\): give \(batch, tokens\)"),
+        ({"position_ids": torch.arange(3)[None]}, "position_ids has 3 columns, the input 4: give one per token"),
+    ],
+)
+def test_mistakes_name_the_fix(inputs: dict, message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    model = make_model(Spec(8, 2, 1, 1, 3, 3, 8, 4), 0).float()
+    with pytest.raises(UserError, match=message):
+        model(**({"input_ids": torch.zeros(1, 4, dtype=torch.long)} | inputs))

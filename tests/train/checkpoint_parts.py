@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lol.train.checkpoint import _damage, load_checkpoint, newest_checkpoint, save_checkpoint
+from lol.train.checkpoint import find_damage, load_checkpoint, newest_checkpoint, save_checkpoint
 
 VOCABULARY = 16
 
@@ -78,7 +78,7 @@ class Saver:
         """Step of the newest checkpoint, after loading it and comparing every number."""
         warnings: list[str] = []
         for path in (self.run / "checkpoints").glob("step-*"):
-            assert _damage(path) is None, f"{path}: {_damage(path)}"
+            assert find_damage(path) is None, f"{path}: {find_damage(path)}"
         path = newest_checkpoint(self.run, warnings.append)
         assert path is not None, warnings
         assert not warnings, warnings

@@ -1,5 +1,6 @@
 """The model without its head: embedding → prelude → routed core → coda → norm, as a transformers citizen."""
 
+import math
 from typing import Any
 
 import torch
@@ -203,7 +204,9 @@ class LoLModel(Float32Bias, LoLPreTrainedModel):
         layouts = lay_depths(self.config, documents, self._check_depths(num_depths))
         # Whatever is refused is refused before the first layer has put anything into the cache.
         backprop = _check_backprop(backprop_depth, first_window_full_backprop, cache)
-        steering = Steering(self._forced_path(path, batch, layouts), path_weight, router_only, generator, backprop)
+        steering = Steering(
+            self._forced_path(path, path_weight, batch, layouts), path_weight, router_only, generator, backprop
+        )
         memory = None if cache is None else self._memory(cache, documents, len(layouts), router_only)
 
         layer_inputs = self.layer_inputs(embeds, documents, attention_mask, cache)
@@ -246,7 +249,13 @@ class LoLModel(Float32Bias, LoLPreTrainedModel):
             raise UserError("give either input_ids or inputs_embeds")
         given = input_ids if input_ids is not None else inputs_embeds
         assert given is not None
+        if given.ndim < 2:
+            raise UserError(f"input_ids has shape {tuple(given.shape)}: give (batch, tokens), as in input_ids[None]")
         batch, columns = given.shape[0], given.shape[1]
+        if position_ids is not None and position_ids.shape[-1] != columns:
+            raise UserError(
+                f"position_ids has {position_ids.shape[-1]} columns, the input {columns}: give one per token"
+            )
         documents = documents_of_pass((batch, columns), position_ids, attention_mask, given.device, cache)
         if inputs_embeds is not None:
             return inputs_embeds, documents
@@ -356,11 +365,19 @@ class LoLModel(Float32Bias, LoLPreTrainedModel):
             raise UserError(f"num_depths={num_depths}, but the model has {self.config.num_routed_depths} routed depths")
         return num_depths
 
-    def _forced_path(self, path: Any, batch: int, layouts: list[WindowLayout]) -> Tensor | None:
+    def _forced_path(
+        self, path: Any, path_weight: float | None, batch: int, layouts: list[WindowLayout]
+    ) -> Tensor | None:
+        if path is None and path_weight is not None:
+            raise UserError("path_weight is the weight of a forced block: give a path too, or leave it out")
+        if path_weight is not None and not math.isfinite(path_weight):
+            raise UserError(f"path_weight={path_weight}: give a finite number")
         if path is None:
             return None
         width = max((layout.max_in_row for layout in layouts), default=0)
         blocks = torch.as_tensor(path, device=self.embed_tokens.weight.device)
+        if blocks.is_floating_point():
+            raise UserError("path holds fractions: give numbers of blocks, which are integers")
         return broadcast_path(blocks, batch, len(layouts), self.config.num_experts, width)
 
 

@@ -7,6 +7,7 @@ own functions. Models of `routing="fixed"` have no router; there the same hook f
 """
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -179,4 +180,6 @@ def _check_weight(model: LoLModel, weight: Any) -> float | None:
         raise UserError(f"weight={weight!r} is not known: give 'router' or a number")
     if model.router is None and weight != 1:
         raise UserError("this model has no router and runs every block with weight 1: leave weight out")
+    if not math.isfinite(weight):
+        raise UserError(f"weight={weight}: give 'router' or a finite number")
     return float(weight)

@@ -112,7 +112,7 @@ def newest_checkpoint(run: Path, warn: Callable[[str], None] = _log.warning) -> 
     warn is called with one line for each newer checkpoint that is passed over, and names its damaged file.
     """
     for path in _checkpoints(run / CHECKPOINTS):
-        problem = _damage(path)
+        problem = find_damage(path)
         if problem is None:
             return path
         warn(f"checkpoint {path} is damaged and is passed over: {problem}")
@@ -136,7 +136,7 @@ def load_checkpoint(path: Path, model: PreTrainedModel, optimizer: torch.optim.O
     Raises UserError for a folder that is no checkpoint, a missing, truncated or altered file, and a model or optimizer
     that differs (each difference is named). Model and optimizer are unchanged then.
     """
-    problem = _damage(path)
+    problem = find_damage(path)
     if problem is not None:
         raise UserError(
             f"checkpoint {path} cannot be used: {problem}. Use another one, or start again in another --run"
@@ -195,9 +195,9 @@ def _put_in_place(partial: Path, final: Path) -> None:
 def _delete_old(folder: Path, step: int, keep: int) -> None:
     upto = [path for path in _checkpoints(folder) if checkpoint_step(path) <= step]
     # By size alone: reading every old checkpoint at each save would be slow.
-    whole = [path for path in upto if not path.name.startswith(_REPLACED) and _damage(path, sums=False) is None]
+    whole = [path for path in upto if not path.name.startswith(_REPLACED) and find_damage(path, sums=False) is None]
     # A later step than this one is a damaged checkpoint that was passed over on resume, and would stay the newest.
-    later = [path for path in _checkpoints(folder) if checkpoint_step(path) > step and _damage(path) is not None]
+    later = [path for path in _checkpoints(folder) if checkpoint_step(path) > step and find_damage(path) is not None]
     for path in [*(path for path in upto if path not in whole[:keep]), *later]:
         # Renamed first, so that a kill here leaves no half checkpoint under a checkpoint's name.
         doomed = folder / f"{_PARTIAL}{path.name.removeprefix('.')}"
@@ -215,7 +215,7 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (checkpoint_step(path), not path.name.startswith(".")), reverse=True)
 
 
-def _damage(path: Path, sums: bool = True) -> str | None:
+def find_damage(path: Path, sums: bool = True) -> str | None:
     """What is wrong with a checkpoint, naming the file; None when nothing is. Without sums, sizes only."""
     if not path.is_dir():
         return "there is no such folder"

@@ -13,7 +13,7 @@ from lol.data.tokenizer import load_tokenizer
 from lol.errors import UserError
 from lol.model.config import LoLConfig
 from lol.model.lm import LoLForCausalLM
-from lol.train.checkpoint import newest_checkpoint, no_progress_bar
+from lol.train.checkpoint import MANIFEST, find_damage, newest_checkpoint, no_progress_bar
 from lol.train.run_folder import CHECKPOINTS
 
 
@@ -53,12 +53,22 @@ def load_config(folder: Path) -> LoLConfig:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """The folder itself, or the newest whole checkpoint if it is a run's."""
+    """The folder itself, or the newest whole checkpoint if it is a run's.
+
+    Raises:
+        UserError: there is no such folder, or what it holds is not as it was written.
+    """
     if not folder.is_dir():
         raise UserError(
             f"{folder}: there is no such folder; train a model first: lol train --recipe demo --run {folder}"
         )
     if not (folder / CHECKPOINTS).is_dir():
+        problem = find_damage(folder) if (folder / MANIFEST).exists() else None
+        if problem is not None:
+            raise UserError(
+                f"checkpoint {folder} is damaged: {problem}. Use another one; if it was you who changed it, delete its "
+                f"{MANIFEST}"
+            )
         return folder
     newest = newest_checkpoint(folder, warn=partial(print, file=sys.stderr))
     if newest is None:
