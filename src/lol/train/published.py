@@ -31,7 +31,7 @@ TEN_BILLION = 10_000_000_000
 
 
 def math_1b() -> TrainConfig:
-    """Mathematics at 1B: LoL.
+    """Math at 1B: LoL.
 
     8 blocks, 8 depths, grown from 1 to 8 over 75 % of the run; about 90 EFLOP. The text describes growing; only the
     scripts have diagonal injection and truncated backprop (the last 4 depths, and each document's first window).
@@ -43,7 +43,7 @@ def math_1b() -> TrainConfig:
 
 
 def math_1b_dense() -> TrainConfig:
-    """Mathematics at 1B: plain transformer.
+    """Math at 1B: full attention.
 
     The same 16 layers with full attention, each in its place, at full depth from the start.
     """
@@ -51,7 +51,7 @@ def math_1b_dense() -> TrainConfig:
 
 
 def math_1b_sliding() -> TrainConfig:
-    """Mathematics at 1B: sliding window.
+    """Math at 1B: sliding window.
 
     As the dense partner, but a query of the 8 middle layers sees 128 tokens. The article gives no window: decided here
     is LoL's, and full attention in the 4 + 4 outer layers, as LoL has them.
@@ -60,7 +60,7 @@ def math_1b_sliding() -> TrainConfig:
 
 
 def huginn_360m_l2() -> TrainConfig:
-    """Against looped models: LoL, L = 2.
+    """LoL against loops, 2 blocks.
 
     16 depths, FiLM, a sequence loss of 1e-2, 10 B tokens of FineWeb. The scripts have FiLM in this comparison and in
     that with mixtures of experts only; the text has it everywhere. All depths run from the start: the article's curves
@@ -70,7 +70,7 @@ def huginn_360m_l2() -> TrainConfig:
 
 
 def huginn_360m_l4() -> TrainConfig:
-    """Against looped models: LoL, L = 4.
+    """LoL against loops, 4 blocks.
 
     As huginn-360m-L2.
     """
@@ -78,7 +78,7 @@ def huginn_360m_l4() -> TrainConfig:
 
 
 def huginn_360m_l8() -> TrainConfig:
-    """Against looped models: LoL, L = 8.
+    """LoL against loops, 8 blocks.
 
     As huginn-360m-L2.
     """
@@ -86,7 +86,7 @@ def huginn_360m_l8() -> TrainConfig:
 
 
 def huginn_360m_2x8() -> TrainConfig:
-    """Looped model: 2 blocks, 8 times.
+    """Loop of 2 blocks, 8 times.
 
     Full attention, diagonal injection, depth sampled in whole loops (Huginn). A draw beyond the 16 depths runs all of
     them (decided here), so that it takes fewer FLOPs than LoL for the same tokens: `lol cost` says how many.
@@ -95,7 +95,7 @@ def huginn_360m_2x8() -> TrainConfig:
 
 
 def huginn_360m_4x4() -> TrainConfig:
-    """Looped model: 4 blocks, 4 times.
+    """Loop of 4 blocks, 4 times.
 
     As huginn-360m-2x8.
     """
@@ -103,7 +103,7 @@ def huginn_360m_4x4() -> TrainConfig:
 
 
 def huginn_360m_8x2() -> TrainConfig:
-    """Looped model: 8 blocks, twice.
+    """Loop of 8 blocks, twice.
 
     As huginn-360m-2x8.
     """
@@ -111,7 +111,7 @@ def huginn_360m_8x2() -> TrainConfig:
 
 
 def moe_360m() -> TrainConfig:
-    """Against experts: LoL, L = 24.
+    """LoL against experts.
 
     24 blocks over 16 depths beside 4 + 4 mixture-of-experts layers: 445.6 M stored and 308.3 M active in matrices. At
     most 9,393 steps (10.0 B tokens) and 17.3 EFLOP. From the scripts: FiLM, and diagonal injection, which the text does
@@ -123,13 +123,13 @@ def moe_360m() -> TrainConfig:
 
 
 def moe_360m_moe() -> TrainConfig:
-    """Mixture of experts, 24 layers.
+    """Mixture of experts.
 
-    3 experts of hidden width 1,408 in every layer, of which a token takes 2: 412.1 M stored and 308.3 M active in
+    24 layers of 3 experts of hidden width 1,408, of which a token takes 2: 412.1 M stored and 308.3 M active in
     matrices. At most 7,269 steps (7.7 B tokens) and 17.3 EFLOP.
     """
-    layers = {"num_prelude_layers": 12, "num_coda_layers": 12, "num_routed_depths": 0, "num_experts": 1}
-    model = LoLConfig(**(_SHAPE | layers), moe_num_experts=3)
+    layers = {"num_prelude_layers": 12, "num_coda_layers": 12}
+    model = _routed(experts=1, depths=0, moe_num_experts=3, **layers)
     return _expert_comparison("moe-360m-moe", model, 7_269, GrowthConfig())
 
 
@@ -163,7 +163,7 @@ def multilingual() -> TrainConfig:
 
 
 def safety() -> TrainConfig:
-    """Paths that tell safe from unsafe.
+    """Safe or unsafe, by the path.
 
     Trained on FineWeb without labels; a probe on the route probabilities comes afterwards. Decided here: 16 blocks (the
     text's 360M layout has 4 + 4 fixed layers and 16 depths) and 10 B tokens.
@@ -202,14 +202,15 @@ _SHAPE: dict[str, Any] = {
 
 
 def _routed(experts: int, depths: int, **changes: Any) -> LoLConfig:
-    return LoLConfig(**(_SHAPE | {"num_experts": experts, "num_routed_depths": depths} | changes))
+    fields: dict[str, Any] = _SHAPE | {"num_experts": experts, "num_routed_depths": depths} | changes
+    return LoLConfig(**fields)
 
 
 def _fixed(blocks: int, times: int, **changes: Any) -> LoLConfig:
     """`blocks` blocks in order, so many times: a dense model or a loop."""
     path = list(range(blocks)) * times
-    fixed = {"routing": "fixed", "fixed_path": path, "core_attention": "full"}
-    return _routed(blocks, len(path), **(fixed | changes))
+    fields: dict[str, Any] = {"routing": "fixed", "fixed_path": path, "core_attention": "full"} | changes
+    return _routed(blocks, len(path), **fields)
 
 
 def _loop(blocks: int, times: int) -> tuple[LoLConfig, GrowthConfig]:
@@ -230,8 +231,8 @@ def _expert_comparison(name: str, model: LoLConfig, steps: int, growth: GrowthCo
 
 
 def _puzzle(name: str) -> TrainConfig:
-    changes = {"hidden_size": 512, "num_attention_heads": 8, "vocab_size": 512, "router_only_tokens": True}
-    return _run(name, _routed(experts=16, depths=16, **changes), source=(), steps=5_000)
+    model = _routed(16, 16, hidden_size=512, num_attention_heads=8, vocab_size=512, router_only_tokens=True)
+    return _run(name, model, source=(), steps=5_000)
 
 
 def _run(

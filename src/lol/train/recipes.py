@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
+from typing import Any
 
 from lol.errors import UserError
 from lol.model.config import LoLConfig
@@ -23,7 +24,9 @@ from lol.train.published import MATH_FLOPS, MOE_FLOPS, PUBLISHED
 def demo() -> TrainConfig:
     """Minutes on two CPU cores.
 
-    The first hour: a small LoL on the standard library's own text. The paper's balance (bias 0.001 a step, sequence loss 1e-4) cannot settle in a few hundred steps, and a faster bias
+    The first hour: a small LoL on the standard library's own text.
+
+    The paper's balance (bias 0.001 a step, sequence loss 1e-4) cannot settle in a few hundred steps, and a faster bias
     alone makes all windows change block together; a stronger sequence loss makes them differ (LOG.md, 2026-11-29).
     """
     return TrainConfig(
@@ -85,13 +88,13 @@ def twin(published: Callable[[], TrainConfig]) -> TrainConfig:
     """The same run at a size for two CPU cores.
 
     Layers, blocks, depths, experts, attention, growing and truncated backprop are the published ones, and so is the
-    proportion of context, window and stride; width, vocabulary, batch and length are small, and the text is the standard
-    library's. Runs that are matched by FLOPs still are, with step caps in the same proportion. Balance and learning
-    rate are those of `tiny`: the paper's balance cannot settle in so few steps. (Decided here.)
+    proportion of context, window and stride; width, vocabulary, batch and length are small, and the text is the
+    standard library's. Runs that are matched by FLOPs still are, with step caps in the same proportion. Balance and
+    learning rate are those of `tiny`: the paper's balance cannot settle in so few steps. (Decided here.)
     """
     config, like = published(), tiny()
     sizes = {name: getattr(like.model, name) for name in _TWIN_SIZES}
-    fields = {name: getattr(config.model, name) for name in MODEL_FIELDS}
+    fields: dict[str, Any] = {name: getattr(config.model, name) for name in MODEL_FIELDS}
     flops = config.budget.flops
     return replace(
         like,
