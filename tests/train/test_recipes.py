@@ -208,6 +208,7 @@ def test_every_source_can_be_written_and_none_is_taken_for_another(tmp_path: Pat
     assert set(shares.values()) == {0.1}
     for name in PUBLISHED:
         if name in ("sudoku", "maze"):
+            assert recipe(name).data.source == ()
             with pytest.raises(UserError, match="no source of text is given; name at least one: --data SOURCE"):
                 train(recipe(name), tmp_path / "run", bar=False)
             assert not (tmp_path / "run" / "config.json").exists()
