@@ -23,6 +23,8 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   train          train a model, or go on with a run
       lol train --recipe demo --run runs/demo
       lol train --run runs/mine --data my-text.txt --steps 500
+  recipe list    the recipes: the article's runs, their partners, their twins
+  recipe show    all that a recipe decides: lol recipe show math-1b
   generate       continue a prompt, or what you type; --path forces blocks
       lol generate --model runs/demo --prompt "import os" --show-path
   serve          OpenAI's completions API over HTTP, with paths
@@ -79,6 +81,11 @@ def train(args: list[str]) -> int:
     if outcome.is_main:
         print(_summary_lines(outcome.summary or {}))
     return 0
+
+
+@dataclass(frozen=True)
+class RecipeList:
+    """Print the recipes: the article's runs with their partners, and those of this project."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +239,20 @@ def cost(args: list[str]) -> int:
     return _write_numbers(_parse(Cost, "cost", args, default=Cost(config)), print_cost)
 
 
+def recipe_list(args: list[str]) -> int:
+    from lol.experiments.recipe_table import list_recipes
+
+    _parse(RecipeList, "recipe list", args)
+    list_recipes()
+    return 0
+
+
+def recipe_show(args: list[str]) -> int:
+    from lol.experiments.recipe_table import RecipeShow, show_recipe
+
+    return _write_numbers(_parse(RecipeShow, "recipe show", args), show_recipe)
+
+
 def bench_core(args: list[str]) -> int:
     from lol.bench.core import BenchCore, bench
 
@@ -253,6 +274,8 @@ def _write_numbers(command: Any, verb: Callable[[Any], dict[str, Any]]) -> int:
 
 VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("train",): train,
+    ("recipe", "list"): recipe_list,
+    ("recipe", "show"): recipe_show,
     ("generate",): generate,
     ("serve",): serve,
     ("paths", "show"): paths_show,

@@ -64,6 +64,8 @@ def test_a_recipe(lol: Lol, tmp_path: Path) -> None:
     assert result["cache_bytes_of_a_row_in_float32"]["2000"] == cache_bytes(model, 2000, 1, torch.float32)
     assert f"{shorten(cache_bytes(model, 100, 1, torch.float32), 'B')} at 100, " in row(out, "cache (float32)")[0]
     assert row(out, "checkpoint") == [f"{shorten(result['checkpoint_bytes'], 'B')} with AdamW's moments"]
+    on_8 = result["training_memory"]["gpus"]["8"]
+    assert row(out, "together")[2:] == [shorten(on_8[precision]["total"], "B") for precision in ("float32", "bf16")]
 
 
 def depths(plan) -> list[int]:
@@ -96,6 +98,8 @@ def test_a_run_and_its_checkpoint(lol: Lol, trained: Path, tmp_path: Path) -> No
 
     alone, result = numbers(lol, tmp_path, "--model", trained / "checkpoints" / "step-00000002")
     assert "run" not in result
+    assert "training_memory" not in result
+    assert "of a GPU" not in alone
     assert "the run" not in alone
     assert result["context_length"] == 32
     assert config_of(trained).model.num_experts == MODEL["num_experts"]
@@ -117,7 +121,7 @@ def test_the_table_fits_eighty_columns_and_is_plain_in_a_pipe(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["huge"], "there is no recipe 'huge': choose one of demo, tiny"),
+        (["huge"], "there is no recipe 'huge': `lol recipe list` shows them all"),
         (["--model", "no-such-folder"], "there is no such folder"),
         (["demo", "--budget.flops", "10"], "budget.flops=10 is less than one step, which takes 2.05e+10: raise it"),
         (["demo", "--contexts", "0"], "contexts must be one or more numbers of tokens, each at least 1"),

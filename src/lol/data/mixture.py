@@ -47,7 +47,7 @@ def parse_shares(sources: str | Sequence[str]) -> dict[str, float]:
     if isinstance(sources, str):
         return {sources: 1.0}
     if not sources:
-        raise UserError("no source of text is given; name at least one")
+        raise UserError("no source of text is given; name at least one: --data SOURCE")
     split = [_split_weight(source) for source in sources]
     names = [name for name, _ in split]
     for name, weight in split:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lol.errors import UserError
+from lol.experiments.memory_table import memory_note, memory_numbers, memory_table
 from lol.experiments.run_report import read_config
 from lol.model.cost import Flops, ModelFlops, cache_bytes, count_flops, count_parameters
 from lol.train.budget import Plan, checkpoint_bytes, plan_run
@@ -21,7 +22,7 @@ from lol.train.run_folder import CHECKPOINTS, CONFIG
 
 @dataclass(frozen=True)
 class Cost:
-    """Print what a recipe's model and its training cost: parameters, FLOPs, cache, checkpoint.
+    """Print what a recipe's model and its training cost: parameters, FLOPs, cache, checkpoint, memory.
 
     Example: lol cost demo --model.num-experts 16 --budget.flops 1e13
     """
@@ -70,6 +71,10 @@ def cost(options: Cost) -> dict[str, Any]:
     console.print(_parts_table(config))
     console.print()
     console.print(_facts_table(config, plan, options.contexts))
+    if plan is not None:
+        console.print()
+        console.print(memory_table(config))
+        console.print(memory_note(config), highlight=False)
     return result
 
 
@@ -121,6 +126,7 @@ def _numbers(config: TrainConfig, plan: Plan | None, contexts: tuple[int, ...]) 
             "flops_of_last_step": plan.flops(plan.steps - 1),
             "flops": plan.total_flops,
         }
+        numbers["training_memory"] = memory_numbers(config)
     return numbers
 
 

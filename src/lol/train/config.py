@@ -130,7 +130,7 @@ class TrainConfig:
     """A training run."""
 
     recipe: str = ""
-    """Recipe whose values the other flags replace: demo or tiny."""
+    """Recipe whose values the other flags replace; `lol recipe list` shows them."""
     model: LoLConfig = field(default_factory=LoLConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
