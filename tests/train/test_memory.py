@@ -65,11 +65,33 @@ def small(**model) -> TrainConfig:
     return TrainConfig(model=LoLConfig(**(fields | model)), data=DataConfig(context_length=256))
 
 
-def test_in_bfloat16_too():
-    """Of many rows, beside which the weights' copies are small."""
-    config, rows = small(), 16
-    estimate = rows * 256 * (kept_bytes(config, 2) + head_bytes(config))
-    assert estimate == pytest.approx(measured_bytes(config, rows, bf16=True), rel=0.05)
+LAYERS, DEPTHS = "num_prelude_layers", "num_routed_depths"
+FIXED = {"routing": "fixed", "core_attention": "full", "num_prelude_layers": 1}
+# What is repeated, and in which model.
+PARTS = {
+    "layer": (LAYERS, {"num_routed_depths": 0}),
+    "experts": (LAYERS, {"num_routed_depths": 0, "moe_num_experts": 3}),
+    "routed depth": (DEPTHS, {}),
+    "fixed depth": (DEPTHS, FIXED),
+}
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_by_itself(part: str, bf16: bool):
+    """Two more of a part, of many rows, beside which the weights' copies in bfloat16 are small."""
+    field, fields = PARTS[part]
+    rows = 16
+
+    def with_copies(number: int) -> TrainConfig:
+        path = {"fixed_path": [depth % 3 for depth in range(number)]} if fields is FIXED else {}
+        return small(**(fields | path | {field: number}))
+
+    two, four = with_copies(2), with_copies(4)
+    size = 2 if bf16 else 4
+    estimate = rows * 256 * (kept_bytes(four, size) - kept_bytes(two, size))
+    measured = measured_bytes(four, rows, bf16=bf16) - measured_bytes(two, rows, bf16=bf16)
+    assert estimate == pytest.approx(measured, rel=0.03 if bf16 else 0.02)
 
 
 def test_the_first_windows_add_their_share():
