@@ -140,6 +140,9 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
     ) -> Tensor:
         """The ids of a prompt; for one of embeddings alone, rows of none. transformers takes the number of rows from
         the first tensor it was given, which may be a path."""
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and not bool(mask[:, -1].all()):
+            raise UserError("generate goes on from the last column, and a row ends in padding: pad prompts on the left")
         embeds = model_kwargs.get("inputs_embeds")
         if embeds is None:
             return super()._maybe_initialize_input_ids_for_generation(inputs, bos_token_id, model_kwargs)  # pyright: ignore
@@ -166,9 +169,6 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
         if inputs_embeds is not None and kwargs.get("is_first_iteration") and not whole:
             raise UserError("prefill_chunk_size cuts ids, not inputs_embeds: leave one of them out")
         inputs = GenerationMixin.prepare_inputs_for_generation(self, input_ids, inputs_embeds=inputs_embeds, **kwargs)  # pyright: ignore
-        mask = inputs.get("attention_mask")
-        if mask is not None and mask.ndim == 2 and not bool(mask[:, -1].all()):
-            raise UserError("generate goes on from the last column, and a row ends in padding: pad prompts on the left")
         given = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
         cache = inputs.get("cache")
         before = 0 if cache is None else cache.get_seq_length()
@@ -179,6 +179,7 @@ class LoLForCausalLM(LoLPreTrainedModel, GenerationMixin):
             inputs["router_only_ids"] = hidden if bool((hidden >= 0).any()) else None
         path = inputs.get("path")
         if path is not None:
+            mask = inputs.get("attention_mask")
             longest = total if mask is None else int(mask.sum(1).max())
             num_windows = self.config.windows_in(longest, inputs.get("num_depths"))
             inputs["path"] = fit_path(torch.as_tensor(path, device=given.device), num_windows)
