@@ -211,11 +211,12 @@ def test_runs_of_few_rows_are_products_like_any_other(dtype: torch.dtype):
     """Runs of few rows, which decoding has, take another way through BLAS."""
     counts = [1, 3, 4, 2, 1, 99]
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(sum(counts), 48, generator=generator).to(dtype)
-    weights = [torch.randn(32, 48, generator=generator).to(dtype) for _ in counts]
-    product = grouped_linear(x, counts, weights)
+    x = torch.randn(sum(counts), 512, generator=generator).to(dtype)
+    weights = [torch.randn(512, 512, generator=generator).to(dtype) for _ in counts]
+    with torch.no_grad():
+        product = grouped_linear(x, counts, weights)
     own = [run.double() @ weight.double().t() for run, weight in zip(x.split(counts), weights, strict=True)]
-    tolerance = {torch.float32: 1e-4, torch.float64: 1e-12, torch.bfloat16: 0.5}[dtype]
+    tolerance = {torch.float32: 1e-3, torch.float64: 1e-10, torch.bfloat16: 0.5}[dtype]
     assert product.dtype == dtype
     assert_close(product.double(), torch.cat(own), atol=tolerance, rtol=0)
 

@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import re
+import select
 from collections.abc import Callable
 
 import pytest
@@ -89,7 +90,9 @@ def test_a_terminal_gets_a_bar_that_notes_do_not_break() -> None:
                 progress.update(step, loss=4.0, tokens=10, depth=2, depths=6, heldout=4.5)
                 if step == 5:
                     progress.note("saved [step 5]")
-        written = os.read(master, 1 << 20).decode()
+        written = ""
+        while select.select([master], [], [], 0.2)[0]:
+            written += os.read(master, 1 << 20).decode()
     os.close(master)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
     shown = [line.rstrip() for line in re.split(r"[\r\n]+", plain) if line.strip()]

@@ -105,10 +105,10 @@ def rms_normalize(x: Float[Tensor, "*tokens d"], eps: float) -> Float[Tensor, "*
 def float32_on_cpu(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """`attend`'s result, computed in float32 where bfloat16 would run on a CPU: there the backward pass of attention
-    takes 2 to 9 times as long in it. (Measured on Sapphire Rapids with torch 2.13.)"""
+    """`attend`'s result; where it would be bfloat16's on a CPU and has a gradient, in float32: the backward pass of
+    attention takes 2 to 9 times as long in bfloat16 there. (Measured on Sapphire Rapids with torch 2.13.)"""
     # Rotary angles may have made float32 of two of them, which autocast would undo.
-    if query.device.type != "cpu" or value.dtype != torch.bfloat16:
+    if query.device.type != "cpu" or value.dtype != torch.bfloat16 or not value.requires_grad:
         return attend(query, key, value)
     with torch.autocast("cpu", enabled=False):
         return attend(query.float(), key.float(), value.float()).to(value.dtype)

@@ -213,8 +213,9 @@ def autocast(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return x.to(torch.get_autocast_dtype(kind))
 
 
-# Numbers in a run's rows up to which they take the faster way (`_multiply_few`): they stay in the first-level cache.
-_FEW_NUMBERS = 3072
+# Without gradients, runs of at most so many numbers (they stay in the first-level cache) times a matrix of at least so
+# many (reading it takes the time) go another way through BLAS: `_multiply_few`.
+_FEW_NUMBERS, _MANY_NUMBERS = 3072, 2**18
 
 
 def _multiply_few(rows: Float[Tensor, "M in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "M out"]:
@@ -227,10 +228,9 @@ def _multiply_few(rows: Float[Tensor, "M in"], weight: Float[Tensor, "out in"]) 
     return torch.mm(weight, columns.t()).t()[: rows.shape[0]]
 
 
-def _multiply_runs(x: Tensor, counts: list[int], weights: Sequence[Tensor]) -> Tensor:
-    """Run after run of rows, each times its own matrix, written into one result."""
+def _multiply_runs(x: Tensor, counts: list[int], weights: Sequence[Tensor], few: int = 0) -> Tensor:
+    """Run after run of rows, each times its own matrix, in one result; runs of `few` numbers go their own way."""
     result = x.new_empty(x.shape[0], weights[0].shape[0])
-    few = _FEW_NUMBERS if x.device.type == "cpu" and x.dtype == torch.float32 else 0
     for rows, out, weight in zip(x.split(counts), result.split(counts), weights, strict=True):
         if rows.numel() <= few:
             out.copy_(_multiply_few(rows, weight))
@@ -269,5 +269,6 @@ def grouped_linear(
         return F.linear(x, weights[0])
     x, weights = autocast(x), [autocast(weight) for weight in weights]
     if not torch.is_grad_enabled():
-        return _multiply_runs(x, counts, weights)
+        is_slow = x.device.type == "cpu" and x.dtype == torch.float32 and weights[0].numel() >= _MANY_NUMBERS
+        return _multiply_runs(x, counts, weights, _FEW_NUMBERS if is_slow else 0)
     return _GroupedLinear.apply(x, counts, *weights)  # pyright: ignore[reportReturnType]
