@@ -77,9 +77,9 @@ def test_only_the_adapter_learns_and_it_is_saved_and_merged(tmp_path: Path, name
 
     merged = again.merge_and_unload()
     assert tensors_of(merged).keys() == tensors_of(build_model()).keys()
-    assert_close(logits_of(merged), adapted, atol=1e-5, rtol=0)
+    assert_close(logits_of(merged), adapted, atol=1e-5, rtol=1e-5)
     merged.save_pretrained(tmp_path / "merged")
-    assert_close(logits_of(type(merged).from_pretrained(tmp_path / "merged")), adapted, atol=1e-5, rtol=0)
+    assert_close(logits_of(type(merged).from_pretrained(tmp_path / "merged")), adapted, atol=1e-5, rtol=1e-5)
 
 
 def test_every_block_has_an_adapter_of_its_own():
