@@ -258,3 +258,17 @@ def drawn_noise(spec: Spec, batch: Batch, depths: int, seed: int) -> list[list[l
         for own, part in zip(per_document, drawn.split(counts), strict=True):
             own.append(list(part.double()))
     return per_document
+
+
+# Which tensor of transformers' layers each part of a block is.
+LLAMA_NAMES = {
+    "attn_norm": "input_layernorm",
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "o_proj": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "down_proj": "mlp.down_proj",
+}

@@ -13,7 +13,7 @@ import tyro
 from huggingface_hub.errors import StrictDataclassError
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from lol.errors import UserError
+from lol.errors import UserError, is_whole_text
 from lol.model.config import LoLConfig
 from lol.train.config import MODEL_FIELDS, TrainConfig
 
@@ -315,7 +315,7 @@ def _run_verb(args: list[str]) -> int:
     if any(args[:1] == [words[0]] and args[1:2] in (["-h"], ["--help"]) and len(words) > 1 for words in VERBS):
         print(USAGE)
         return 0
-    broken = [arg for arg in args if _is_broken(arg)]
+    broken = [arg for arg in args if not is_whole_text(arg)]
     if broken:
         return _complain(f"{broken[0]!r} is not UTF-8 text: write it in UTF-8")
     for words, verb in VERBS.items():
@@ -331,11 +331,6 @@ def _run_verb(args: list[str]) -> int:
                     raise
                 return _complain(f"{error.filename}: {error.strerror}; choose a file that can be read or written there")
     return _complain(f"there is no verb {' '.join(args[:2])!r}\n\n{USAGE}")
-
-
-def _is_broken(arg: str) -> bool:
-    """Whether an argument holds bytes that are no UTF-8; Python keeps them as surrogates, which no tokenizer takes."""
-    return any("\ud800" <= character <= "\udfff" for character in arg)
 
 
 def _complain(message: str, code: int = 2) -> int:

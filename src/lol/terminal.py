@@ -17,7 +17,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerFast
 
 from lol.decoding import seeded
-from lol.errors import UserError
+from lol.errors import UserError, is_whole_text
 from lol.generate import Document, Piece, Sampling, Window
 from lol.model.lm import LoLForCausalLM
 from lol.paths.colors import block_colors
@@ -242,8 +242,7 @@ def _read_pipe() -> str:
 
 
 def _check_text(text: str) -> None:
-    """Refuse bytes that are no UTF-8; Python keeps them as surrogates, which no tokenizer takes."""
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if not is_whole_text(text):
         raise UserError("the input is not UTF-8 text: write it in UTF-8")
 
 

@@ -23,6 +23,7 @@ from transformers import (
 from lol import LoLConfig, LoLForCausalLM
 from lol.model.layers import Block
 from lol.model.moe import MoEBlock
+from model_cases import LLAMA_NAMES
 
 EQUAL = {"atol": 1e-5, "rtol": 0}
 # Up to ten layers, whose rounding adds up.
@@ -30,18 +31,6 @@ CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 LENGTH, WINDOW = 23, 6
 SHAPE = {"vocab_size": 31, "hidden_size": 32, "num_attention_heads": 4, "rope_theta": 500.0, "rms_norm_eps": 1e-5}
 HIDDEN = 48
-# Which of transformers' tensors each part of a layer is.
-PARTS = {
-    "attn_norm": "input_layernorm",
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "o_proj": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "down_proj": "mlp.down_proj",
-}
 
 
 def build(**changes: Any) -> LoLForCausalLM:
@@ -92,8 +81,8 @@ def copy_weights(ours: LoLForCausalLM, theirs: PreTrainedModel) -> None:
     for index, layer in enumerate(executed_layers(ours)):
         for name, weight in layer.items():
             part = name.removesuffix(".weight")
-            if part in PARTS:
-                copies[f"model.layers.{index}.{PARTS[part]}.weight"] = weight
+            if part in LLAMA_NAMES:
+                copies[f"model.layers.{index}.{LLAMA_NAMES[part]}.weight"] = weight
         if "moe.router.weight" in layer:
             place = f"model.layers.{index}.mlp"
             copies[f"{place}.gate.weight"] = layer["moe.router.weight"]

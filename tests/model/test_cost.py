@@ -144,7 +144,7 @@ def test_the_published_sizes_of_the_moe_and_of_its_match():
     assert (round(moe.matrices / 1e6, 1), round(moe.active_matrices / 1e6, 1)) == (412.1, 308.3)
     assert round(moe.stored / 1e6, 1) == 412.2
 
-    match = count_parameters(LoLConfig(num_experts=24, num_routed_depths=16), PUBLISHED_MOE).body
+    match = count_parameters(LoLConfig(num_experts=24, num_routed_depths=16, moe_num_experts=3)).body
     assert (round(match.matrices / 1e6, 1), round(match.active_matrices / 1e6, 1)) == (445.6, 308.3)
     assert round(match.stored / 1e6, 1) == 445.8
     # Exactly, as two experts of half the width are one SwiGLU.
@@ -153,14 +153,16 @@ def test_the_published_sizes_of_the_moe_and_of_its_match():
 
 def test_a_moe_layer_is_counted_as_its_tensors_would_be():
     d, hidden, experts, top_k = 8, 5, 3, 2
-    config = LoLConfig(hidden_size=d, num_attention_heads=2, num_prelude_layers=1, num_coda_layers=0, vocab_size=9)
-    layer = count_parameters(config, FeedForward(hidden, experts, top_k)).parts["prelude"]
+    shape = {"hidden_size": d, "num_attention_heads": 2, "num_prelude_layers": 1, "num_coda_layers": 0, "vocab_size": 9}
+    config = LoLConfig(**shape)
+    moe = LoLConfig(**shape, moe_num_experts=experts, moe_top_k=top_k, moe_intermediate_size=hidden)
+    layer = count_parameters(moe).parts["prelude"]
     shapes = [(d, d)] * 4 + [(experts, d)] + [(experts, hidden, d)] * 2 + [(experts, d, hidden)] + [(d,), (d,)]
     assert layer.stored == sum(math.prod(shape) for shape in shapes)
     assert layer.stored - layer.active == (experts - top_k) * 3 * hidden * d
     # Its products are those of the weights that a token meets.
     n = 7
-    prelude = count_flops(config, n, fixed=FeedForward(hidden, experts, top_k)).prelude
+    prelude = count_flops(moe, n).prelude
     assert prelude.products == 2 * n * (4 * d * d + experts * d + top_k * 3 * hidden * d)
     assert prelude.attention == count_flops(config, n).prelude.attention
 

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lol.model.lm import LoLForCausalLM
 from model_cases import (
     CLOSE,
+    LLAMA_NAMES,
     VOCABULARY,
     Batch,
     bounded,
@@ -187,19 +188,6 @@ def test_routes_do_not_depend_on_the_company(spec: Spec, rows: list[list[int]], 
 
 
 # --- 8. One window, weight 1 and a fixed path are a plain transformer -----------------------------------------------
-
-
-LLAMA_NAMES = {
-    "attn_norm": "input_layernorm",
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "o_proj": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "down_proj": "mlp.down_proj",
-}
 
 
 def as_llama(spec: Spec, model: LoLForCausalLM, path: list[int]) -> LlamaForCausalLM:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lol.bench.measure import Step, measure, medians
+from lol.bench.measure import Step, conditions, measure, medians
 from lol.model.base import LoLModel
 from lol.model.config import LoLConfig
 from lol.model.core import lay_depths
@@ -51,10 +51,7 @@ def bench(options: BenchCore) -> dict[str, Any]:
     median = medians(seconds)
     ratios = {name: median[name] / median["dense block"] for name in steps}
     _print(options, ratios, seconds)
-    return {
-        "options": {name: value for name, value in vars(options).items() if name != "json"},
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+    return conditions(options) | {
         "median_over_dense": ratios,
         "seconds": seconds,
     }

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lol.bench.measure import measure, medians
+from lol.bench.measure import conditions, measure, medians
 from lol.model.config import LoLConfig
 from lol.model.lm import LoLForCausalLM
 
@@ -88,10 +88,7 @@ def bench(options: BenchDecode) -> dict[str, Any]:
     ratios[f"tokens/s of {options.batch_size} rows over one"] = options.batch_size * median[one] / median[batch]
     _print(options, median, ratios)
     print(f"blocks that those {options.batch_size} rows run at a depth: {sum(blocks) / len(blocks):.1f} on average")
-    return {
-        "options": {name: value for name, value in vars(options).items() if name != "json"},
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+    return conditions(options) | {
         "blocks_of_batch_by_depth": blocks,
         "seconds": seconds,
         "ratios": ratios,

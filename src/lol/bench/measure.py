@@ -3,6 +3,9 @@
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 Step = Callable[[], object]
 
@@ -23,3 +26,12 @@ def measure(steps: dict[str, Step], repeats: int) -> dict[str, list[float]]:
 def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
     """The median of each step."""
     return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def conditions(options: Any) -> dict[str, Any]:
+    """What the numbers were measured with: the benchmark's options, threads, torch."""
+    return {
+        "options": {name: value for name, value in vars(options).items() if name != "json"},
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }

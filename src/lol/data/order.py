@@ -143,5 +143,10 @@ def permutation(length: int, *key: int) -> list[int]:
 
 def generator_of(*key: int) -> torch.Generator:
     """A generator whose numbers are a function of the integers in `key`."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
+    return generator_named(repr(key))
+
+
+def generator_named(name: str) -> torch.Generator:
+    """A generator whose numbers are a function of a name."""
+    digest = hashlib.sha256(name.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))

@@ -13,8 +13,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import ModelOutput
 
 from lol.errors import UserError
-from lol.model.attention import AttentionShape
-from lol.model.cache import CoreMemory, RoutedLayer, documents_of_pass
+from lol.model.cache import documents_of_pass, open_memory
 from lol.model.config import LoLConfig
 from lol.model.core import Backprop, CoreParts, Steering, broadcast_path, lay_depths, run_core
 from lol.model.layers import (
@@ -207,7 +206,13 @@ class LoLModel(Float32Bias, LoLPreTrainedModel):
         steering = Steering(
             self._forced_path(path, path_weight, batch, layouts), path_weight, router_only, generator, backprop
         )
-        memory = None if cache is None else self._memory(cache, documents, len(layouts), router_only)
+        memory = None
+        if cache is not None:
+            if self.training and self.is_activation_checkpointing:
+                raise UserError(
+                    "gradient checkpointing runs layers twice, which a cache does not survive: leave one out"
+                )
+            memory = open_memory(self.config, cache, documents, len(layouts), router_only)
 
         layer_inputs = self.layer_inputs(embeds, documents, attention_mask, cache)
         states = [embeds] if output_hidden_states else None
@@ -292,8 +297,7 @@ class LoLModel(Float32Bias, LoLPreTrainedModel):
     ) -> tuple[Rotary, Any, Tensor]:
         """What the prelude's and coda's layers need beside the state: rotary angles, the attention mask in the form
         that the chosen attention implementation wants, and positions."""
-        # Some row holds two documents: empty rows do not make up for it.
-        packed = documents.num_documents > documents.document_row.unique().numel()
+        packed = documents.is_packed
         padded = attention_mask is not None and not bool(attention_mask.all())
         mask = create_causal_mask(
             config=self.config,
@@ -322,41 +326,6 @@ class LoLModel(Float32Bias, LoLPreTrainedModel):
             film=self.film,
             injection=self.injection,
         )
-
-    def _memory(self, cache: Cache, documents: Documents, num_depths: int, router_only: Tensor | None) -> CoreMemory:
-        """The cache's part of the core, if these tokens can go on from it."""
-        first = self.config.num_prelude_layers
-        layers = [layer for layer in cache.layers[first : first + num_depths] if isinstance(layer, RoutedLayer)]
-        if self.training and self.is_activation_checkpointing:
-            raise UserError("gradient checkpointing runs layers twice, which a cache does not survive: leave one out")
-        if num_depths != self.config.num_routed_depths:
-            raise UserError("a cache holds all depths: leave num_depths out, or run without a cache")
-        if len(layers) < num_depths:
-            raise UserError("the cache has no routed layers: make it by DynamicCache(config=model.config)")
-        batch, memory = documents.shape[0], CoreMemory(layers, documents, AttentionShape.of(self.config))
-        before = cache.get_seq_length()
-        if before == 0:
-            return memory
-        if router_only is not None and bool(router_only.any()):
-            raise UserError(
-                "router-only tokens condition the whole document, and part of it has passed: give them with the first "
-                "tokens"
-            )
-        if any(cache.get_seq_length(index) != before for index in range(len(cache.layers))):
-            raise UserError(
-                "the layers of the cache have seen different tokens, which an interrupted pass or a refused crop "
-                "leaves behind: make a new cache"
-            )
-        assert documents.past is not None
-        rows = layers[0].rows if layers else None
-        if rows is not None and len(rows.position) != batch:
-            raise UserError(f"the cache holds {len(rows.position)} rows, the input has {batch}: give as many")
-        if rows is not None and not torch.equal(rows.position, documents.past):
-            raise UserError(
-                f"the attention mask has {documents.past.tolist()} real tokens in the cached part, the cache holds "
-                f"{rows.position.tolist()}: give the mask that those tokens were given with"
-            )
-        return memory
 
     def _check_depths(self, num_depths: int | None) -> int:
         if num_depths is None:

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from lol.errors import UserError
 from lol.model.attention import AttentionShape
 from lol.model.carry import Continuation, DepthPass, RowState
+from lol.model.config import LoLConfig
 from lol.model.windows import Documents, WindowLayout, find_documents
 
 
@@ -184,6 +185,46 @@ class CoreMemory:
     def end(self, depth: int, done: DepthPass, expert: Int[Tensor, "K"], weight: Float[Tensor, "K"]) -> None:
         """Take in what the depth did."""
         self.layers[depth].absorb(done, self.documents, expert, weight)
+
+
+def open_memory(
+    config: LoLConfig, cache: Cache, documents: Documents, num_depths: int, router_only: Float[Tensor, "G d"] | None
+) -> CoreMemory:
+    """The core's part of a cache, if these tokens can go on from it.
+
+    Raises:
+        UserError: they cannot; the message names the fix.
+    """
+    first = config.num_prelude_layers
+    layers = [layer for layer in cache.layers[first : first + num_depths] if isinstance(layer, RoutedLayer)]
+    if num_depths != config.num_routed_depths:
+        raise UserError("a cache holds all depths: leave num_depths out, or run without a cache")
+    if len(layers) < num_depths:
+        raise UserError("the cache has no routed layers: make it by DynamicCache(config=model.config)")
+    batch, memory = documents.shape[0], CoreMemory(layers, documents, AttentionShape.of(config))
+    before = cache.get_seq_length()
+    if before == 0:
+        return memory
+    if router_only is not None and bool(router_only.any()):
+        raise UserError(
+            "router-only tokens condition the whole document, and part of it has passed: give them with the first "
+            "tokens"
+        )
+    if any(cache.get_seq_length(index) != before for index in range(len(cache.layers))):
+        raise UserError(
+            "the layers of the cache have seen different tokens, which an interrupted pass or a refused crop "
+            "leaves behind: make a new cache"
+        )
+    assert documents.past is not None
+    rows = layers[0].rows if layers else None
+    if rows is not None and len(rows.position) != batch:
+        raise UserError(f"the cache holds {len(rows.position)} rows, the input has {batch}: give as many")
+    if rows is not None and not torch.equal(rows.position, documents.past):
+        raise UserError(
+            f"the attention mask has {documents.past.tolist()} real tokens in the cached part, the cache holds "
+            f"{rows.position.tolist()}: give the mask that those tokens were given with"
+        )
+    return memory
 
 
 def documents_of_pass(

@@ -127,6 +127,11 @@ class Continuation:
         return self.layout.is_last.nonzero().squeeze(1)
 
     @cached_property
+    def last_beginning(self) -> Int[Tensor, "_"]:
+        """Those of them that begin in this pass."""
+        return (self.layout.is_last & ~self.continues).nonzero().squeeze(1)
+
+    @cached_property
     def complete(self) -> Int[Tensor, "_"]:
         """The windows that end in this pass."""
         return (~self.layout.is_last).nonzero().squeeze(1)
@@ -187,6 +192,17 @@ class Continuation:
         return self.made_angles[dtype]
 
 
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """Keys and values of new tokens."""
+
+    windows: Windows
+    """The layout's windows in the order of `key` and `value`."""
+    key: Float[Tensor, "N d"]
+    """N is T, or more after a crop, which leaves places that no window names."""
+    value: Float[Tensor, "N d"]
+
+
 @dataclass(eq=False)
 class DepthPass:
     """New tokens at one depth, going on from what the depth keeps."""
@@ -196,11 +212,8 @@ class DepthPass:
     """What is kept; its keys and values are written over."""
     state: Float[Tensor, "T d"]
     """The stream as this depth finds it."""
-    windows: Windows | None = None
-    """The layout's windows in the order of `key` and `value`, which attention leaves here."""
-    key: Float[Tensor, "N d"] | None = None
-    """N is T, or more after a crop, which leaves places that no window names."""
-    value: Float[Tensor, "N d"] | None = None
+    attended: Attended | None = None
+    """What attention leaves here."""
 
     @cached_property
     def sums(self) -> Float[Tensor, "K d"]:
@@ -235,7 +248,7 @@ class DepthPass:
             query, key, value: Of the new tokens, in the order of `windows`.
             windows: The layout's windows, in any order of their tokens.
         """
-        self.windows, self.key, self.value = windows, key, value
+        self.attended = Attended(windows, key, value)
         plan = self.plan
         if plan.going_on.numel() == 0:
             return window_attention(query, key, value, windows, plan.shape)
@@ -275,12 +288,10 @@ class DepthPass:
 
     def replay(self, expert: Int[Tensor, "K"], weight: Float[Tensor, "K"]) -> RowState:
         """`absorb` where attention ran in another pass, which left its keys and values here."""
-        assert self.windows is not None
-        assert self.key is not None
-        assert self.value is not None
+        assert self.attended is not None
         if self.plan.going_on.numel():
-            token = self._going_tokens(self.windows)
-            k, v = self._heads(self.key, token), self._heads(self.value, token)
+            token = self._going_tokens(self.attended.windows)
+            k, v = (self._heads(part, token) for part in (self.attended.key, self.attended.value))
             self._write(rotate(k, self.plan.angles(k.shape[-1], k.dtype)), v)
         return self.absorb(expert, weight)
 
@@ -312,12 +323,10 @@ class DepthPass:
 
     def _write_beginning(self) -> tuple[Float[Tensor, "B H C h"], Float[Tensor, "B H C h"]]:
         """Put the keys and values of windows that begin, and are their row's last, at the front."""
-        assert self.windows is not None
-        assert self.key is not None
-        assert self.value is not None
-        layout, shape, windows = self.plan.layout, self.plan.shape, self.windows
+        assert self.attended is not None
+        layout, shape, attended, windows = self.plan.layout, self.plan.shape, self.attended, self.attended.windows
         keys, values = self.rows.keys, self.rows.values
-        which = (layout.is_last & ~self.plan.continues).nonzero().squeeze(1)
+        which = self.plan.last_beginning
         if which.numel() == 0:
             return keys, values
         if torch.is_grad_enabled():
@@ -328,7 +337,7 @@ class DepthPass:
         real = offset < length[:, None]
         token, place = (windows.start[which, None] + offset)[real], offset.expand_as(real)[real]
         row = layout.row[which, None].expand_as(real)[real]
-        key, value = (part[token].unflatten(-1, (shape.num_heads, -1)) for part in (self.key, self.value))
+        key, value = (part[token].unflatten(-1, (shape.num_heads, -1)) for part in (attended.key, attended.value))
         angles = rotary_angles(place[:, None], key.shape[-1], shape.rope_theta, key.dtype)
         # Under autocast projections are narrower than the stream.
         keys[row, :, place] = rotate(key, angles).to(keys.dtype)
@@ -342,8 +351,8 @@ class DepthPass:
             stays: Whether a token stays.
             untouched: What was kept before any of them.
         """
-        assert self.windows is not None
-        layout, windows = self.plan.layout, self.windows
+        assert self.attended is not None
+        layout, windows = self.plan.layout, self.attended.windows
         length = torch.zeros_like(windows.length).index_add(0, layout.window_of_token, stays.long())
         left = length > 0
         if not left.any():
@@ -355,4 +364,4 @@ class DepthPass:
         plan = Continuation(shorter, self.plan.count, self.plan.position, self.plan.shape)
         rows = replace(untouched, router_only=self.rows.router_only).with_room(plan.places, copy=True)
         part = Windows(windows.start[left], length[left], windows.total, ())
-        return DepthPass(plan, rows, self.state[stays], part, self.key, self.value), left
+        return DepthPass(plan, rows, self.state[stays], replace(self.attended, windows=part)), left

@@ -95,18 +95,13 @@ class ParameterCounts:
         return self.embedding + self.stored
 
 
-def count_parameters(config: LoLConfig, fixed: FeedForward | None = None) -> ParameterCounts:
-    """Count a model's parameters; the balancing bias is a buffer and counts as none.
-
-    Args:
-        config: The model.
-        fixed: Feed-forward part of the prelude's and coda's layers; default: the model's.
-    """
+def count_parameters(config: LoLConfig) -> ParameterCounts:
+    """Count a model's parameters; the balancing bias is a buffer and counts as none."""
     d, depths = config.hidden_size, config.num_routed_depths
     # Without a depth there is no core.
     experts = config.num_experts if depths else 0
     block = _layer_size(d, FeedForward(config.mlp_size))
-    layer = _layer_size(d, fixed or fixed_feed_forward(config))
+    layer = _layer_size(d, fixed_feed_forward(config))
     library = block * experts
     passed = block * depths
     router = other = Size()
@@ -212,7 +207,6 @@ def count_flops(
     num_depths: int | None = None,
     *,
     kernel: bool = False,
-    fixed: FeedForward | None = None,
 ) -> ModelFlops:
     """Count what the model computes on a text of `num_tokens` tokens, with the logits of every place.
 
@@ -224,11 +218,10 @@ def count_flops(
         num_tokens: n, in one document without padding.
         num_depths: Depths that run (growing). Default: all.
         kernel: Count attention as the kernel runs it; see the head of this file.
-        fixed: Feed-forward part of the prelude's and coda's layers; default: the model's.
     """
     d, experts, n = config.hidden_size, config.num_experts, num_tokens
     depths = range(config.num_routed_depths if num_depths is None else num_depths)
-    layer = _layer_flops(d, n, fixed or fixed_feed_forward(config), pairs=n * n)
+    layer = _layer_flops(d, n, fixed_feed_forward(config), pairs=n * n)
     own = FeedForward(config.mlp_size)
     pairs = [_pairs(config, n, config.window_shift(depth), kernel) for depth in depths]
     # The router works once per window.

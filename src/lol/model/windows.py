@@ -38,6 +38,11 @@ class Documents:
     def num_documents(self) -> int:
         return self.document_row.shape[0]
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether some row holds two documents or more; empty rows do not make up for it."""
+        return bool((self.document_row.diff() == 0).any())
+
     def gather(self, grid: Tensor) -> Tensor:
         """(B, n, …) → (T, …): the real tokens."""
         flat = grid.flatten(0, 1)

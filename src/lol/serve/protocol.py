@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from lol.errors import UserError
+from lol.errors import UserError, is_whole_text
 
 # OpenAI's own bounds, but for logprobs, where it stops at 5.
 MAX_STOPS = 4
@@ -34,7 +34,7 @@ FORMS = {
 
 
 def _is_unicode(text: str) -> str:
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if not is_whole_text(text):
         raise UserError("a text holds half of a surrogate pair, which is no character: send whole ones")
     return text
 

@@ -7,11 +7,11 @@ Letters: B rows, D depths, K windows of a row, L blocks, G documents; n tokens, 
 N windows or tokens, X blocks or experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lol.model.base import LoLModel
@@ -80,26 +80,23 @@ def auxiliary_coefficient(config: BalanceConfig) -> float:
 
 def document_losses(output: LoLCausalLMOutput, config: BalanceConfig) -> Float[Tensor, "G"]:
     """Per document, the sequence auxiliary losses of the library and of mixture-of-experts layers, added."""
-    losses = []
-    if output.router_logits:
-        assert output.routing is not None
-        losses.append(sequence_auxiliary_losses(output.router_logits, output.routing, config))
-    if output.moe_router_logits:
-        assert output.moe_routing is not None
-        losses.append(moe_sequence_auxiliary_losses(output.moe_router_logits, output.moe_routing, config))
-    return torch.stack(losses).sum(0)
+    return _add_losses(output, config, sequence_auxiliary_losses, moe_sequence_auxiliary_losses)
 
 
 def batch_loss(output: LoLCausalLMOutput, config: BalanceConfig) -> Float[Tensor, ""]:
     """The global auxiliary losses of the library and of mixture-of-experts layers, added."""
+    return _add_losses(output, config, global_auxiliary_loss, moe_global_auxiliary_loss)
+
+
+def _add_losses(
+    output: LoLCausalLMOutput, config: BalanceConfig, of_library: Callable[..., Tensor], of_moe: Callable[..., Tensor]
+) -> Tensor:
     losses = []
     if output.router_logits:
-        assert output.routing is not None
-        losses.append(global_auxiliary_loss(output.router_logits, output.routing, config))
+        losses.append(of_library(output.router_logits, output.routing, config))
     if output.moe_router_logits:
-        assert output.moe_routing is not None
-        losses.append(moe_global_auxiliary_loss(output.moe_router_logits, output.moe_routing, config))
-    return torch.stack(losses).sum()
+        losses.append(of_moe(output.moe_router_logits, output.moe_routing, config))
+    return torch.stack(losses).sum(0)
 
 
 def sequence_auxiliary_losses(
@@ -116,8 +113,7 @@ def global_auxiliary_loss(
     router_logits: Sequence[Float[Tensor, "B K L"]], routing: Routing, config: BalanceConfig
 ) -> Float[Tensor, ""]:
     """`L · Σ_m f_m · ā_m` over all windows of the forward pass: the loss of `strategy="aux_loss"`. (Article.)"""
-    probability, counted, _ = _windows(router_logits, routing, config)
-    return counted.shape[1] * (counted.mean(0) * probability.mean(0)).sum()
+    return _balance_of_all(*_windows(router_logits, routing, config)[:2])
 
 
 def moe_sequence_auxiliary_losses(
@@ -137,11 +133,14 @@ def moe_global_auxiliary_loss(
     router_logits: Sequence[Float[Tensor, "B n E"]], routing: MoERouting, config: BalanceConfig
 ) -> Float[Tensor, ""]:
     """The same over all tokens of the forward pass."""
-    layers = []
-    for index, logits in enumerate(router_logits):
-        probability, counted, _ = _tokens(logits, routing, index, config)
-        layers.append(counted.shape[1] * (counted.mean(0) * probability.mean(0)).sum())
+    layers = [
+        _balance_of_all(*_tokens(logits, routing, index, config)[:2]) for index, logits in enumerate(router_logits)
+    ]
     return torch.stack(layers).mean()
+
+
+def _balance_of_all(probability: Float[Tensor, "N X"], counted: Float[Tensor, "N X"]) -> Float[Tensor, ""]:
+    return counted.shape[1] * (counted.mean(0) * probability.mean(0)).sum()
 
 
 def _balance_by_document(
@@ -165,9 +164,8 @@ def _windows(
     real = routing.experts >= 0
     probability = logits[real].softmax(-1)
     counted = routing.experts[real] if config.count == "chosen" else probability.argmax(-1)
-    rows = torch.arange(real.shape[0], device=real.device)[:, None, None].expand_as(real)
-    document = rows[real] * (routing.documents.max() + 1) + routing.documents[real]
-    return probability, F.one_hot(counted, logits.shape[-1]).to(probability.dtype), document
+    counted = F.one_hot(counted, logits.shape[-1]).to(probability.dtype)
+    return probability, counted, _number_documents(routing.documents, real)
 
 
 def _tokens(
@@ -181,7 +179,11 @@ def _tokens(
     experts = routing.experts[:, layer][real]
     if config.count == "unbiased":
         experts = probability.topk(experts.shape[1], dim=-1).indices
-    rows = torch.arange(real.shape[0], device=real.device)[:, None].expand_as(real)
-    document = rows[real] * (routing.documents.max() + 1) + routing.documents[real]
     counted = F.one_hot(experts, logits.shape[-1]).to(probability.dtype).mean(1)
-    return probability, counted, document
+    return probability, counted, _number_documents(routing.documents, real)
+
+
+def _number_documents(in_row: Int[Tensor, "B *place"], real: Bool[Tensor, "B *place"]) -> Int[Tensor, "N"]:
+    """A number for the document of each real place that no document of another row has."""
+    row = real.nonzero()[:, 0]
+    return row * (in_row.max() + 1) + in_row[real]

@@ -17,6 +17,7 @@ from lol.model.lm import IGNORED_LABEL, LoLForCausalLM, next_tokens
 from lol.model.outputs import LoLCausalLMOutput, LoLModelOutput
 from lol.train.balance import auxiliary_coefficient, batch_loss, document_losses, update_biases
 from lol.train.config import BalanceConfig
+from lol.train.parallel import World
 
 
 class BalanceCallback(TrainerCallback):
@@ -70,10 +71,7 @@ class BalanceCallback(TrainerCallback):
         if not loads or base is None:
             return
         if dist.is_available() and dist.is_initialized():
-            together = torch.cat([load.flatten() for load in loads])
-            dist.all_reduce(together)
-            parts = together.split([load.numel() for load in loads])
-            loads = [part.view_as(load) for part, load in zip(parts, loads, strict=True)]
+            loads = World(dist.get_rank(), dist.get_world_size()).add_up(*loads)
         load, moe_load = (*loads, None)[:2]
         assert load is not None
         update_biases(base, load, moe_load, self.config, state.global_step, state.max_steps)
@@ -106,8 +104,8 @@ class BalanceCallback(TrainerCallback):
 
     def _auxiliary_loss(self, output: LoLCausalLMOutput) -> Float[Tensor, ""]:
         if self.config.strategy == "aux_loss":
-            return self.config.global_aux * batch_loss(output, self.config)
-        return self.config.sequence_aux * document_losses(output, self.config).mean()
+            return auxiliary_coefficient(self.config) * batch_loss(output, self.config)
+        return auxiliary_coefficient(self.config) * document_losses(output, self.config).mean()
 
 
 def _ask_for_logits(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:

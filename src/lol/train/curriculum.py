@@ -1,10 +1,10 @@
 """Depth as a function of the step."""
 
-import hashlib
 import math
 
 import torch
 
+from lol.data.order import generator_named
 from lol.train.config import TrainConfig
 
 
@@ -38,8 +38,7 @@ def sampled_depth(seed: int, step: int, mean: int, most: int, *, sigma: float = 
         sigma: Spread of ln λ.
         unit: Depths that come and go together: the blocks of one loop in a looped model.
     """
-    digest = hashlib.sha256(f"sampled depth {seed} {step}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+    generator = generator_named(f"sampled depth {seed} {step}")
     normal = torch.randn((), generator=generator, dtype=torch.float64)
     rate = torch.exp(math.log(mean / unit) - sigma**2 / 2 + sigma * normal)
     return min(most, unit * (int(torch.poisson(rate, generator=generator)) + 1))

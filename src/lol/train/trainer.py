@@ -1,6 +1,5 @@
 """The training loop, to be read from top to bottom: open, prepare, restore, step, measure, save, sum up."""
 
-import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, set_seed
 from lol.data.loader import PackedLoader, make_loader
 from lol.data.mixture import MixedRows, Source, held_out_rows_by_source
 from lol.data.ngram import NGramBaselines
+from lol.data.order import generator_named
 from lol.data.packing import Row, token_documents
 from lol.errors import UserError
 from lol.model.cost import count_parameters
@@ -325,8 +325,7 @@ def _router_entropy(output: Any) -> Tensor | float:
 def _noise_generator(seed: int, step: int, batch: int, rank: int) -> torch.Generator:
     """The router's noise is a function of the seed and the place in the run, so a resumed run draws the same."""
     place = f"router noise {seed} {step} {batch}" + (f" {rank}" if rank else "")
-    digest = hashlib.sha256(place.encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+    return generator_named(place)
 
 
 def _save(session: Session) -> None:
