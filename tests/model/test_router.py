@@ -201,7 +201,8 @@ def test_a_bfloat16_models_router_reads_its_states_in_float32():
     ids = make_batch([[12]], 0, extra_columns=0).input_ids
     calls = captured_router_calls(model, {"input_ids": ids}, autocast=False)
     # hidden_states: the embedding, the prelude's one layer, then the state after each depth.
-    states = model(ids, output_hidden_states=True).hidden_states[1:]
+    with torch.no_grad():  # as in the captured pass: with gradients, attention rounds elsewhere
+        states = model(ids, output_hidden_states=True).hidden_states[1:]
     for depth, (features, _) in enumerate(calls):
         assert states[depth].dtype == torch.bfloat16
         state = states[depth][0].double()
