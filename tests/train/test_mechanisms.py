@@ -12,7 +12,9 @@ from torch.nn.functional import pad
 from lol.data.collate import collate_packed
 from lol.train.evaluate import evaluate
 from lol.train.metrics import read_metrics
-from lol.train.trainer import Session, prepare, take_step, train
+from lol.train.session import Session, prepare
+from lol.train.step import take_step
+from lol.train.trainer import train
 from small_run import assert_same_run, saved_tensors, small_config
 
 QUIET = {"router_noise_max": 0}

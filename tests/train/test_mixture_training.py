@@ -16,7 +16,8 @@ from lol.train.corpus import open_held_out
 from lol.train.evaluate import evaluate, evaluate_sources
 from lol.train.loading import load_model
 from lol.train.metrics import read_metrics
-from lol.train.trainer import prepare, train
+from lol.train.session import prepare
+from lol.train.trainer import train
 from small_run import FLAGS, Lol, assert_same_run, small_config, stop_after
 
 

@@ -18,6 +18,7 @@ from lol.errors import UserError
 from lol.train import trainer
 from lol.train.metrics import read_metrics
 from lol.train.parallel import World
+from lol.train.step import noise_generator
 from lol.train.trainer import train
 from ranks import alone, launch
 from small_run import (
@@ -116,7 +117,7 @@ def test_a_signal_to_one_rank_stops_all_and_the_resumed_run_is_the_same(
 
 def test_ranks_draw_noise_of_their_own():
     """And one process draws what it drew before there were ranks."""
-    draws = [torch.rand(4, generator=trainer._noise_generator(7, 3, 0, rank)).tolist() for rank in range(3)]
+    draws = [torch.rand(4, generator=noise_generator(7, 3, 0, rank)).tolist() for rank in range(3)]
     assert len(set(map(tuple, draws))) == 3
 
 

@@ -18,7 +18,9 @@ from lol.train.config import BalanceConfig, TrainConfig
 from lol.train.evaluate import evaluate
 from lol.train.metrics import read_metrics
 from lol.train.optim import learning_rate_at
-from lol.train.trainer import Session, prepare, take_step, train
+from lol.train.session import Session, prepare
+from lol.train.step import take_step
+from lol.train.trainer import train
 from small_run import saved_tensors, small_config, timeless
 
 

@@ -1,69 +1,33 @@
-"""The training loop, to be read from top to bottom: open, prepare, restore, step, measure, save, sum up."""
+"""The training loop, to be read from top to bottom: open, prepare, step, measure, save, sum up."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, set_seed
 
-from lol.data.loader import PackedLoader, make_loader
-from lol.data.mixture import MixedRows, Source, held_out_rows_by_source
 from lol.data.ngram import NGramBaselines
-from lol.data.order import generator_named
-from lol.data.packing import Row, token_documents
+from lol.data.packing import token_documents
 from lol.errors import UserError
 from lol.model.cost import count_parameters
-from lol.model.lm import LoLForCausalLM, count_targets
-from lol.train.balance import auxiliary_coefficient, batch_loss, document_losses, update_biases
-from lol.train.budget import Plan, plan_run
-from lol.train.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from lol.train.checkpoint import newest_checkpoint
 from lol.train.config import TrainConfig, as_json
-from lol.train.corpus import find_tokenizer, model_config, name_sources, open_sides
+from lol.train.corpus import name_sources
 from lol.train.evaluate import Evaluation, evaluate_sources
 from lol.train.interrupt import SIGNALS, Interrupt
 from lol.train.metrics import FILE as METRICS
 from lol.train.metrics import MetricsLog, trim_metrics
-from lol.train.optim import learning_rate_at, make_optimizer
-from lol.train.parallel import World, autocast, clip_gradients, join_world, parallelize, passes_on, release
+from lol.train.parallel import autocast, join_world, release
 from lol.train.progress import Progress, shorten
 from lol.train.run_folder import CHECKPOINTS, open_run
-from lol.train.state import rng_state, set_rng_state
+from lol.train.session import Session, prepare, save
+from lol.train.step import take_step
 
 # What a resumed run may change: it decides what is kept and shown, and where and when it is computed, not what.
 MAY_DIFFER = ("checkpoint_every", "keep_checkpoints", "eval.ngrams", "parallel", "activation_checkpointing")
-
-
-@dataclass
-class Session:
-    """The parts of a run, and how far it is."""
-
-    config: TrainConfig
-    run: Path
-    tokenizer: PreTrainedTokenizerFast
-    world: World
-    model: LoLForCausalLM
-    module: nn.Module
-    """What a training pass calls: the model, or what sums its gradients over processes."""
-    optimizer: torch.optim.Optimizer
-    loader: PackedLoader
-    sources: tuple[Source, ...]
-    held_out_by_source: dict[str, list[Row]]
-    plan: Plan
-    step: int = 0
-    tokens: int = 0
-    flops: int = 0
-    seconds: float = 0.0
-
-    @property
-    def held_out(self) -> list[Row]:
-        """All held-out rows, source after source."""
-        return [row for rows in self.held_out_by_source.values() for row in rows]
 
 
 @dataclass(frozen=True)
@@ -130,38 +94,6 @@ def _run_folder(config: TrainConfig, run: Path, resume: bool) -> Iterator[None]:
             raise
 
 
-def prepare(config: TrainConfig, run: Path, checkpoint: Path | None, world: World | None = None) -> Session:
-    """Data, tokenizer, model and optimizer; from the checkpoint's state if there is one."""
-    world = world or World()
-    data = config.data
-    sources, held_out = open_sides(config)
-    tokenizer = world.from_main(lambda: find_tokenizer(config, sources, checkpoint))
-    rows = MixedRows(sources, tokenizer, data.context_length, seed=config.seed, shuffle_buffer=data.shuffle_buffer)
-    # Python's and numpy's generators too: what a user adds may draw from them, and a checkpoint keeps them.
-    set_seed(config.seed)
-    model = LoLForCausalLM(model_config(config, tokenizer))
-    model.to(world.device)  # pyright: ignore[reportArgumentType]
-    if config.activation_checkpointing:
-        model.activation_checkpointing_enable()
-    module = parallelize(model, config.parallel, world, config.precision)
-    session = Session(
-        config=config,
-        run=run,
-        tokenizer=tokenizer,
-        world=world,
-        model=model,
-        module=module,
-        optimizer=make_optimizer(model, config.optim),
-        loader=make_loader(rows, config.batch_size, data.num_workers),
-        sources=sources,
-        held_out_by_source=held_out_rows_by_source(held_out, tokenizer, data.context_length, config.eval.rows),
-        plan=plan_run(config, model.config),
-    )
-    if checkpoint is not None:
-        _restore(session, checkpoint)
-    return session
-
-
 def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | None:
     """Take the steps that are left; the name of the signal that stopped them, if one did."""
     config = session.config
@@ -194,76 +126,10 @@ def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | No
             stopped_by = session.world.agree(interrupt.signal, SIGNALS)
             if due or last or stopped_by:
                 log.sync()
-                _save(session)
+                save(session)
             if stopped_by and not last:
                 return stopped_by
     return None
-
-
-def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
-    """One optimizer step over the micro-batches, as if they were one batch. Returns its record for the log.
-
-    Every rank is given all rows and computes its own; what is counted and summed is that of all ranks.
-    """
-    config, model, plan, step = session.config, session.model, session.plan, session.step
-    world, passes = session.world, len(batches) * session.world.size
-    depth = plan.depth(step)
-    learning_rate = learning_rate_at(step, plan.steps, config.optim)
-    for group in session.optimizer.param_groups:
-        group["lr"] = learning_rate
-    targets = sum(map(count_targets, batches))
-    documents = sum(int((batch["position_ids"] == 0).sum()) for batch in batches)
-    loss, entropy = torch.zeros((), device=model.device), torch.zeros((), device=model.device)
-    load = torch.zeros(depth, config.model.num_experts, dtype=torch.long, device=model.device)
-    moe_load = None
-    for index, batch in enumerate(batches):
-        own = {name: tensor.to(model.device) for name, tensor in world.rows(batch).items()}
-        with passes_on(session.module, last=index == len(batches) - 1):
-            with autocast(config.precision, world.device):
-                output = session.module(
-                    **own,
-                    labels=own["input_ids"],
-                    num_depths=depth,
-                    backprop_depth=config.growth.backprop_depth,
-                    first_window_full_backprop=config.growth.first_window_full_backprop,
-                    generator=_noise_generator(config.seed, step, index, world.rank),
-                    output_router_logits=True,
-                    num_items_in_batch=targets,
-                )
-                total = output.loss + _balance_loss(output, config, documents, passes)
-            total.backward()
-        loss += output.loss.detach()
-        load += output.routing.load
-        if output.moe_routing is not None:
-            moe_load = output.moe_routing.load if moe_load is None else moe_load + output.moe_routing.load
-        entropy += _router_entropy(output) / passes
-    loss, load, entropy, *moe_loads = world.add_up(loss, load, entropy, *([] if moe_load is None else [moe_load]))
-    moe_load = moe_loads[0] if moe_loads else None
-    norm = clip_gradients(model.parameters(), config.optim.clip_norm or float("inf"))
-    if not torch.isfinite(loss) or not torch.isfinite(norm):
-        raise UserError(
-            f"step {step + 1}: the loss is {loss.item():.4g} and the gradient's norm {norm.item():.4g}; training stops "
-            "before the weights are touched. Resume from the last checkpoint, with a lower --optim.learning-rate in a "
-            "new run"
-        )
-    session.optimizer.step()
-    session.optimizer.zero_grad(set_to_none=True)
-    update_biases(model.model, load, moe_load, config.balance, step, plan.steps)
-    session.step += 1
-    session.tokens += config.tokens_per_step
-    session.flops += plan.flops(step)
-    return {
-        "event": "train",
-        "step": session.step,
-        "loss": loss.item(),
-        "tokens": session.tokens,
-        "flops": session.flops,
-        "depth": depth,
-        "learning_rate": learning_rate,
-        "grad_norm": norm.item(),
-        "load": load.tolist(),
-        "router_entropy": entropy.item(),
-    } | ({} if moe_load is None else {"moe_load": moe_load.tolist()})
 
 
 def summarize(session: Session) -> dict[str, Any]:
@@ -302,55 +168,6 @@ def _measure(session: Session, depth: int) -> tuple[Evaluation, dict[str, Any]]:
     return result, by_source | ({"losses": losses} if len(losses) > 1 else {})
 
 
-def _balance_loss(output: Any, config: TrainConfig, documents: int, passes: int) -> Tensor | float:
-    """The auxiliary loss of a forward pass, its share of the step's; the global one is that of each pass by itself."""
-    coefficient = auxiliary_coefficient(config.balance)
-    if coefficient == 0 or not (output.router_logits or output.moe_router_logits):
-        return 0.0
-    if config.balance.strategy == "aux_loss":
-        return coefficient * batch_loss(output, config.balance) / passes
-    return coefficient * document_losses(output, config.balance).sum() / documents
-
-
-@torch.no_grad()
-def _router_entropy(output: Any) -> Tensor | float:
-    """Mean entropy in nats of the router's distribution over the windows."""
-    if not output.router_logits:
-        return 0.0
-    logits = torch.stack(output.router_logits, dim=1)[output.routing.experts >= 0]
-    log_probability = logits.log_softmax(-1)
-    return -(log_probability.exp() * log_probability).sum(-1).mean()
-
-
-def _noise_generator(seed: int, step: int, batch: int, rank: int) -> torch.Generator:
-    """The router's noise is a function of the seed and the place in the run, so a resumed run draws the same."""
-    place = f"router noise {seed} {step} {batch}" + (f" {rank}" if rank else "")
-    return generator_named(place)
-
-
-def _save(session: Session) -> None:
-    state = {
-        "config": as_json(session.config),
-        "step": session.step,
-        "tokens": session.tokens,
-        "flops": session.flops,
-        "seconds": session.seconds,
-        "loader": session.loader.state_dict(),
-        "rng": rng_state(),
-    }
-
-    def save() -> None:
-        save_checkpoint(
-            session.run, session.step, session.model, session.optimizer, state, session.tokenizer,
-            keep=session.config.keep_checkpoints, writes=session.world.is_main,
-        )  # fmt: skip
-
-    if not session.world.is_main:
-        save()
-    # The others wait: one that ended while rank 0 writes would have torchrun end rank 0 too.
-    session.world.from_main(save)
-
-
 def _newest(run: Path) -> Path | None:
     """The checkpoint to go on from; none if the run was stopped before its first."""
     checkpoint = newest_checkpoint(run, warn=print)
@@ -359,14 +176,6 @@ def _newest(run: Path) -> Path | None:
             f"no checkpoint of {run} is whole: bring its files back from a copy, or start again in another --run"
         )
     return checkpoint
-
-
-def _restore(session: Session, checkpoint: Path) -> None:
-    state = load_checkpoint(checkpoint, session.model, session.optimizer)
-    session.loader.load_state_dict(state["loader"])
-    set_rng_state(state["rng"])
-    for name in ("step", "tokens", "flops", "seconds"):
-        setattr(session, name, state[name])
 
 
 def _describe(session: Session) -> str:

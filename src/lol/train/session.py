@@ -1,0 +1,111 @@
+"""The parts of a training run: how they are made, and how they go to a checkpoint and come back."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerFast, set_seed
+
+from lol.data.loader import PackedLoader, make_loader
+from lol.data.mixture import MixedRows, Source, held_out_rows_by_source
+from lol.data.packing import Row
+from lol.model.lm import LoLForCausalLM
+from lol.train.budget import Plan, plan_run
+from lol.train.checkpoint import load_checkpoint, save_checkpoint
+from lol.train.config import TrainConfig, as_json
+from lol.train.corpus import find_tokenizer, model_config, open_sides
+from lol.train.optim import make_optimizer
+from lol.train.parallel import World, parallelize
+from lol.train.state import rng_state, set_rng_state
+
+
+@dataclass
+class Session:
+    """The parts of a run, and how far it is."""
+
+    config: TrainConfig
+    run: Path
+    tokenizer: PreTrainedTokenizerFast
+    world: World
+    model: LoLForCausalLM
+    module: nn.Module
+    """What a training pass calls: the model, or what sums its gradients over processes."""
+    optimizer: torch.optim.Optimizer
+    loader: PackedLoader
+    sources: tuple[Source, ...]
+    held_out_by_source: dict[str, list[Row]]
+    plan: Plan
+    step: int = 0
+    tokens: int = 0
+    flops: int = 0
+    seconds: float = 0.0
+
+    @property
+    def held_out(self) -> list[Row]:
+        """All held-out rows, source after source."""
+        return [row for rows in self.held_out_by_source.values() for row in rows]
+
+
+def prepare(config: TrainConfig, run: Path, checkpoint: Path | None, world: World | None = None) -> Session:
+    """Data, tokenizer, model and optimizer; from the checkpoint's state if there is one."""
+    world = world or World()
+    data = config.data
+    sources, held_out = open_sides(config)
+    tokenizer = world.from_main(lambda: find_tokenizer(config, sources, checkpoint))
+    rows = MixedRows(sources, tokenizer, data.context_length, seed=config.seed, shuffle_buffer=data.shuffle_buffer)
+    # Python's and numpy's generators too: what a user adds may draw from them, and a checkpoint keeps them.
+    set_seed(config.seed)
+    model = LoLForCausalLM(model_config(config, tokenizer))
+    model.to(world.device)  # pyright: ignore[reportArgumentType]
+    if config.activation_checkpointing:
+        model.activation_checkpointing_enable()
+    module = parallelize(model, config.parallel, world, config.precision)
+    session = Session(
+        config=config,
+        run=run,
+        tokenizer=tokenizer,
+        world=world,
+        model=model,
+        module=module,
+        optimizer=make_optimizer(model, config.optim),
+        loader=make_loader(rows, config.batch_size, data.num_workers),
+        sources=sources,
+        held_out_by_source=held_out_rows_by_source(held_out, tokenizer, data.context_length, config.eval.rows),
+        plan=plan_run(config, model.config),
+    )
+    if checkpoint is not None:
+        _restore(session, checkpoint)
+    return session
+
+
+def save(session: Session) -> None:
+    """Write the checkpoint of this step; every rank calls this, and returns when it is on the disk."""
+    state = {
+        "config": as_json(session.config),
+        "step": session.step,
+        "tokens": session.tokens,
+        "flops": session.flops,
+        "seconds": session.seconds,
+        "loader": session.loader.state_dict(),
+        "rng": rng_state(),
+    }
+
+    def write() -> None:
+        save_checkpoint(
+            session.run, session.step, session.model, session.optimizer, state, session.tokenizer,
+            keep=session.config.keep_checkpoints, writes=session.world.is_main,
+        )  # fmt: skip
+
+    if not session.world.is_main:
+        write()
+    # The others wait: one that ended while rank 0 writes would have torchrun end rank 0 too.
+    session.world.from_main(write)
+
+
+def _restore(session: Session, checkpoint: Path) -> None:
+    state = load_checkpoint(checkpoint, session.model, session.optimizer)
+    session.loader.load_state_dict(state["loader"])
+    set_rng_state(state["rng"])
+    for name in ("step", "tokens", "flops", "seconds"):
+        setattr(session, name, state[name])

@@ -1,0 +1,108 @@
+"""One optimizer step: forward and backward passes over its micro-batches, clipping, the optimizer, the balance."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lol.data.order import generator_named
+from lol.errors import UserError
+from lol.model.lm import count_targets
+from lol.train.balance import auxiliary_coefficient, batch_loss, document_losses, update_biases
+from lol.train.config import TrainConfig
+from lol.train.optim import learning_rate_at
+from lol.train.parallel import autocast, clip_gradients, passes_on
+from lol.train.session import Session
+
+
+def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """One optimizer step over the micro-batches, as if they were one batch. Returns its record for the log.
+
+    Every rank is given all rows and computes its own; what is counted and summed is that of all ranks.
+    """
+    config, model, plan, step = session.config, session.model, session.plan, session.step
+    world, passes = session.world, len(batches) * session.world.size
+    depth = plan.depth(step)
+    learning_rate = learning_rate_at(step, plan.steps, config.optim)
+    for group in session.optimizer.param_groups:
+        group["lr"] = learning_rate
+    targets = sum(map(count_targets, batches))
+    documents = sum(int((batch["position_ids"] == 0).sum()) for batch in batches)
+    loss, entropy = torch.zeros((), device=model.device), torch.zeros((), device=model.device)
+    load = torch.zeros(depth, config.model.num_experts, dtype=torch.long, device=model.device)
+    moe_load = None
+    for index, batch in enumerate(batches):
+        own = {name: tensor.to(model.device) for name, tensor in world.rows(batch).items()}
+        with passes_on(session.module, last=index == len(batches) - 1):
+            with autocast(config.precision, world.device):
+                output = session.module(
+                    **own,
+                    labels=own["input_ids"],
+                    num_depths=depth,
+                    backprop_depth=config.growth.backprop_depth,
+                    first_window_full_backprop=config.growth.first_window_full_backprop,
+                    generator=noise_generator(config.seed, step, index, world.rank),
+                    output_router_logits=True,
+                    num_items_in_batch=targets,
+                )
+                total = output.loss + _balance_loss(output, config, documents, passes)
+            total.backward()
+        loss += output.loss.detach()
+        load += output.routing.load
+        if output.moe_routing is not None:
+            moe_load = output.moe_routing.load if moe_load is None else moe_load + output.moe_routing.load
+        entropy += _router_entropy(output) / passes
+    loss, load, entropy, *moe_loads = world.add_up(loss, load, entropy, *([] if moe_load is None else [moe_load]))
+    moe_load = moe_loads[0] if moe_loads else None
+    norm = clip_gradients(model.parameters(), config.optim.clip_norm or float("inf"))
+    if not torch.isfinite(loss) or not torch.isfinite(norm):
+        raise UserError(
+            f"step {step + 1}: the loss is {loss.item():.4g} and the gradient's norm {norm.item():.4g}; training stops "
+            "before the weights are touched. Resume from the last checkpoint, with a lower --optim.learning-rate in a "
+            "new run"
+        )
+    session.optimizer.step()
+    session.optimizer.zero_grad(set_to_none=True)
+    update_biases(model.model, load, moe_load, config.balance, step, plan.steps)
+    session.step += 1
+    session.tokens += config.tokens_per_step
+    session.flops += plan.flops(step)
+    return {
+        "event": "train",
+        "step": session.step,
+        "loss": loss.item(),
+        "tokens": session.tokens,
+        "flops": session.flops,
+        "depth": depth,
+        "learning_rate": learning_rate,
+        "grad_norm": norm.item(),
+        "load": load.tolist(),
+        "router_entropy": entropy.item(),
+    } | ({} if moe_load is None else {"moe_load": moe_load.tolist()})
+
+
+def _balance_loss(output: Any, config: TrainConfig, documents: int, passes: int) -> Tensor | float:
+    """The auxiliary loss of a forward pass, its share of the step's; the global one is that of each pass by itself."""
+    coefficient = auxiliary_coefficient(config.balance)
+    if coefficient == 0 or not (output.router_logits or output.moe_router_logits):
+        return 0.0
+    if config.balance.strategy == "aux_loss":
+        return coefficient * batch_loss(output, config.balance) / passes
+    return coefficient * document_losses(output, config.balance).sum() / documents
+
+
+@torch.no_grad()
+def _router_entropy(output: Any) -> Tensor | float:
+    """Mean entropy in nats of the router's distribution over the windows."""
+    if not output.router_logits:
+        return 0.0
+    logits = torch.stack(output.router_logits, dim=1)[output.routing.experts >= 0]
+    log_probability = logits.log_softmax(-1)
+    return -(log_probability.exp() * log_probability).sum(-1).mean()
+
+
+def noise_generator(seed: int, step: int, batch: int, rank: int) -> torch.Generator:
+    """The router's noise is a function of the seed and the place in the run, so a resumed run draws the same."""
+    place = f"router noise {seed} {step} {batch}" + (f" {rank}" if rank else "")
+    return generator_named(place)
