@@ -1,30 +1,17 @@
 """Real processes that train together: gloo, one thread each, on one machine. `launch` starts a program on all ranks."""
 
-import fcntl
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
 from small_run import environment
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Only one group of ranks on this machine: gloo's ranks choose their ports by themselves, and groups that start at
-    the same moment were seen to take each other's (resets and refusals while they connect, 3 of 8 groups)."""
-    with open(Path(tempfile.gettempdir()) / "lol-ranks.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def launch(program: Path, *args: object, ranks: int = 2, local_size: int | None = None) -> list[str]:
@@ -40,7 +27,7 @@ def launch(program: Path, *args: object, ranks: int = 2, local_size: int | None 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "WORLD_SIZE": str(ranks),
     }
-    with alone(), ThreadPoolExecutor(ranks) as readers:
+    with ThreadPoolExecutor(ranks) as readers:
         started = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local_size), "LOCAL_WORLD_SIZE": str(local_size)}

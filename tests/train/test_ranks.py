@@ -20,7 +20,7 @@ from lol.train.metrics import read_metrics
 from lol.train.parallel import World
 from lol.train.step import noise_generator
 from lol.train.trainer import train
-from ranks import alone, launch
+from ranks import launch
 from small_run import (
     FLAGS,
     assert_same_run,
@@ -164,14 +164,13 @@ def test_torchrun(corpus: Path, tmp_path: Path):
     """The command of docs/training.md, on two processes: one of them prints and writes."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = tmp_path / "run"
-    with alone():
-        done = subprocess.run(
-            [*torchrun, "-m", "--", "lol", "train", "--run", run, "--data", corpus, *RUN_FLAGS, *FLAGS],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+    done = subprocess.run(
+        [*torchrun, "-m", "--", "lol", "train", "--run", run, "--data", corpus, *RUN_FLAGS, *FLAGS],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 2/2") == 1
     assert done.stdout.count("held-out loss, nats per token") == 1
