@@ -42,7 +42,7 @@ def launch(program: Path, *args: object, ranks: int = 2, local_size: int | None 
     return [out for out, _ in results]
 
 
-def wait_for_all(started: list[subprocess.Popen], seconds: float = 200.0) -> None:
+def wait_for_all(started: list[subprocess.Popen], seconds: float = 400.0) -> None:
     """Until all have ended. One that fails ends the others, which would wait for it; one that hangs shows where."""
     deadline = time.monotonic() + seconds
     while any(process.poll() is None for process in started):

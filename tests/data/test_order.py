@@ -21,7 +21,8 @@ REUSE_FOLDER = [HealthCheck.function_scoped_fixture]
 def texts_of(documents, part: Part, epoch: int, *, shuffle_buffer: int = 5) -> list[str]:
     """A part's texts of one epoch."""
     blocks = DocumentOrder(documents, "", seed=0, shuffle_buffer=shuffle_buffer).blocks(part, Place(epoch))
-    return [text for _, texts in takewhile(lambda block: block[0].epoch == epoch, blocks) for text in texts]
+    first = takewhile(lambda block: block[0].epoch == epoch, blocks)
+    return [document.text for _, documents in first for document in documents]
 
 
 # The cut, by itself

@@ -1,7 +1,8 @@
 """Streaming: hub data sets of many Parquet files, a bounded part in memory, and resuming in the middle of a file."""
 
 import json
-from itertools import islice
+from collections import Counter
+from itertools import islice, takewhile
 
 import pyarrow
 import pyarrow.parquet
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lol.data.loader import make_loader
-from lol.data.order import READ_BATCH
+from lol.data.order import READ_BATCH, DocumentOrder, Part, Place
 from lol.data.packing import PackedDocuments
 from lol.data.text import open_documents, split_documents
 
@@ -32,6 +33,24 @@ def hub_documents(tmp_path_factory) -> IterableDataset:
 
 def test_files_are_shards(hub_documents):
     assert hub_documents.num_shards == FILES
+
+
+@pytest.mark.parametrize("parts", [3, 5])
+def test_ranks_and_workers_share_a_hub_data_set_without_overlap_or_loss(hub_documents, parts):
+    """Whether or not they divide its files, in every epoch, each in an order of its own."""
+    every = Counter(row["text"] for row in hub_documents)
+    orders = []
+    for epoch in (0, 1):
+        found: list[str] = []
+        for index in range(parts):
+            blocks = DocumentOrder(hub_documents, "", seed=0, shuffle_buffer=50).blocks(
+                Part(index, parts), Place(epoch)
+            )
+            for _, documents in takewhile(lambda block: block[0].epoch == epoch, blocks):  # noqa: B023
+                found += [document.text for document in documents]
+        assert Counter(found) == every
+        orders.append(found)
+    assert orders[0] != orders[1] != list(every)
 
 
 @pytest.mark.slow

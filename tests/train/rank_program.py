@@ -1,4 +1,5 @@
-"""On every rank: training runs as `lol train` starts them, stopped and resumed. Each rank prints what it ended with.
+"""On every rank: training runs as `lol train` starts them, stopped and resumed. Each rank prints what it ended with:
+what must be the same on all, and what is its own.
 
 rank_program.py FOLDER CORPUS RUN…    the runs are those of `RUNS`, each in FOLDER/RUN
 """
@@ -17,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
+from lol.errors import UserError
 from lol.model.config import LoLConfig
 from lol.train import trainer
 from lol.train.config import DataConfig, EvalConfig, GrowthConfig, TrainConfig
@@ -26,6 +29,8 @@ from small_run import MODEL, draw_at_every_step, small_config
 
 QUIET = {"router_noise_max": 0.0}
 STOP = 4
+# Of the data set that ranks share out by documents.
+FILES, ROWS = 4, 6
 
 
 def golden_config(corpus: Path, parallel: str = "none") -> TrainConfig:
@@ -52,8 +57,11 @@ def straight(run: Path, corpus: Path, parallel: str, **changes: Any) -> None:
 
 
 def stopped(run: Path, corpus: Path, parallel: str, **changes: Any) -> None:
+    stop_and_go_on(run, small_config(corpus, parallel=parallel, **changes))
+
+
+def stop_and_go_on(run: Path, config: TrainConfig) -> None:
     """Rank 1 alone gets a SIGTERM; what is on the disk then is kept beside the run, and the run goes on."""
-    config = small_config(corpus, parallel=parallel, **changes)
     with pytest.MonkeyPatch.context() as patch:
         take_step = trainer.take_step
 
@@ -76,6 +84,37 @@ def onward(run: Path, corpus: Path, parallel: str) -> None:
     trainer.train(small_config(corpus, parallel=parallel, model=QUIET), run, resume=True)
 
 
+def write_documents(folder: Path) -> None:
+    """A local hub data set of four files, the last of longer texts, and a file to evaluate on."""
+    (folder / "hub").mkdir()
+    for file in range(FILES):
+        texts = [f"{file}-{row} " + "a path of tokens " * (1 + 5 * (file // 3)) for row in range(ROWS)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / "hub" / f"train-{file:05}-of-{FILES:05}.jsonl").write_text(lines)
+    (folder / "held.jsonl").write_text((json.dumps({"text": "a path of tokens by the router"}) + "\n") * 20)
+
+
+def documents_config(folder: Path, parallel: str = "none", **changes: Any) -> TrainConfig:
+    """A run in which every rank reads documents of its own, streamed as from the Hub."""
+    data = {"source": f"hf:{folder / 'hub'}", "held_out_source": str(folder / "held.jsonl"), "shard_by": "documents"}
+    data |= {"shuffle_buffer": 4} | changes.pop("data", {})
+    return small_config(folder, data=data, model=QUIET, batch_size=4, parallel=parallel, **changes)
+
+
+def by_documents(run: Path, parallel: str, workers: int) -> None:
+    trainer.train(documents_config(run.parent, parallel, data={"num_workers": workers}), run)
+
+
+def stopped_by_documents(run: Path, parallel: str, workers: int) -> None:
+    stop_and_go_on(run, documents_config(run.parent, parallel, data={"num_workers": workers}))
+
+
+def without_documents(run: Path) -> None:
+    """For one rank there is none; both must say so."""
+    with pytest.raises(UserError, match="no document for reader 1 of 2"):
+        trainer.train(documents_config(run.parent, "ddp", data={"source": str(run.parent / "one.jsonl")}), run)
+
+
 Start = Callable[[Path, Path], None]
 RUNS: dict[str, Start] = {
     "golden-ddp": lambda run, corpus: trainer.train(golden_config(corpus, "ddp"), run),
@@ -90,6 +129,11 @@ RUNS: dict[str, Start] = {
     "stopped-fsdp2": lambda run, corpus: stopped(run, corpus, "fsdp2", model=QUIET),
     "onward-fsdp2": lambda run, corpus: onward(run, corpus, "fsdp2"),
     "bf16-fsdp2": lambda run, corpus: straight(run, corpus, "fsdp2", model=QUIET, precision="bf16"),
+    "documents-ddp": lambda run, _: by_documents(run, "ddp", 0),
+    "documents-stopped-ddp": lambda run, _: stopped_by_documents(run, "ddp", 0),
+    "documents-workers-fsdp2": lambda run, _: by_documents(run, "fsdp2", 2),
+    "documents-stopped-workers-fsdp2": lambda run, _: stopped_by_documents(run, "fsdp2", 2),
+    "documents-none": lambda run, _: without_documents(run),
 }
 
 
@@ -103,22 +147,43 @@ def digest(session: trainer.Session) -> dict[str, Any]:
     return {"bias": bias.tolist(), "weights": weights.hexdigest()}
 
 
+def keep_batches(patch: pytest.MonkeyPatch, folder: Path) -> list[list[dict[str, Any]]]:
+    """What this rank trains on, a list for each step; of DDP's first step, rank 0 writes the gradient too."""
+    kept: list[list[dict[str, Any]]] = []
+    take_step = trainer.take_step
+
+    def step_and_keep(session: trainer.Session, batches: Any) -> Any:
+        kept.append([{name: tensor.tolist() for name, tensor in batch.items()} for batch in batches])
+        record = take_step(session, batches)
+        if session.step == 1 and session.world.is_main and session.config.parallel == "ddp":
+            names = {parameter: name for name, parameter in session.model.named_parameters()}
+            moments = {names[parameter]: state["exp_avg"] for parameter, state in session.optimizer.state.items()}
+            save_file(moments, folder / f"{session.run.name}.safetensors")
+        return record
+
+    patch.setattr(trainer, "take_step", step_and_keep)
+    return kept
+
+
 def main(folder: Path, corpus: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     # One for all runs: a rank that is done first would find the group of before still open.
     dist.init_process_group("gloo")
-    result = {}
+    result, own = {}, {}
     with pytest.MonkeyPatch.context() as monkeypatch:
         draw_at_every_step(monkeypatch)
         sessions = []
         prepare = trainer.prepare
         monkeypatch.setattr(trainer, "prepare", lambda *args: sessions.append(prepare(*args)) or sessions[-1])
         for name in names:
-            RUNS[name](folder / name, corpus)
+            with monkeypatch.context() as patch:
+                kept = keep_batches(patch, folder) if "documents" in name else []
+                RUNS[name](folder / name, corpus)
             result[name] = digest(sessions[-1])
+            own[name] = {"batches": kept, "epochs": sessions[-1].loader.epochs} if kept else {}
     dist.destroy_process_group()
     # Behind a mark: rank 0 prints its progress too.
-    print("\nresult " + json.dumps(result))
+    print("\nresult " + json.dumps({"same": result, "own": own}))
 
 
 if __name__ == "__main__":

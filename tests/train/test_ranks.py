@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from rank_program import QUIET, RUNS, STOP, golden_config
+from rank_program import FILES, QUIET, ROWS, RUNS, STOP, documents_config, golden_config, write_documents
+from safetensors.torch import load_file
 
+from lol.data.tokenizer import load_tokenizer
 from lol.errors import UserError
 from lol.train import trainer
 from lol.train.metrics import read_metrics
 from lol.train.parallel import World
-from lol.train.step import noise_generator
+from lol.train.session import prepare
+from lol.train.step import noise_generator, take_step
 from lol.train.trainer import train
 from ranks import launch
 from small_run import (
@@ -51,14 +55,21 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         train(small_config(corpus, model=QUIET, precision="bf16"), folder / "bf16-one")
         stop_after(monkeypatch, STOP, signal.SIGTERM)
         train(small_config(corpus, model=QUIET), folder / "onward-fsdp2")
+    write_documents(folder)
+    (folder / "one.jsonl").write_text('{"text": "only one"}\n')
     return folder
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path, corpus: Path) -> list[dict[str, Any]]:
-    """Two ranks have made all their runs in the folder; what each of them ended with."""
-    printed = launch(PROGRAM, folder, corpus, *RUNS)
-    return [json.loads(out.rpartition("result ")[2]) for out in printed]
+def printed(folder: Path, corpus: Path) -> list[dict[str, Any]]:
+    """Two ranks have made all their runs in the folder; what each of them says of them."""
+    return [json.loads(out.rpartition("result ")[2]) for out in launch(PROGRAM, folder, corpus, *RUNS)]
+
+
+@pytest.fixture(scope="module")
+def ranks(printed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each rank ended with that must be the same on all."""
+    return [of_rank["same"] for of_rank in printed]
 
 
 def losses(run: Path) -> list[float]:
@@ -105,7 +116,15 @@ def test_a_checkpoint_is_the_folder_that_one_process_writes(folder: Path, run: s
     }
 
 
-@pytest.mark.parametrize(("run", "without"), [("stopped-ddp", "straight-ddp"), ("stopped-fsdp2", "quiet-fsdp2")])
+@pytest.mark.parametrize(
+    ("run", "without"),
+    [
+        ("stopped-ddp", "straight-ddp"),
+        ("stopped-fsdp2", "quiet-fsdp2"),
+        ("documents-stopped-ddp", "documents-ddp"),
+        ("documents-stopped-workers-fsdp2", "documents-workers-fsdp2"),
+    ],
+)
 def test_a_signal_to_one_rank_stops_all_and_the_resumed_run_is_the_same(
     folder: Path, ranks: list[dict[str, Any]], run: str, without: str
 ):
@@ -158,6 +177,87 @@ def test_rows_that_cannot_be_shared_are_refused(corpus: Path, tmp_path: Path, mo
     with pytest.raises(UserError, match="batch_size=2 rows cannot be shared by 3 processes"):
         train(small_config(corpus, parallel="ddp"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+# --- ranks that read documents of their own
+
+
+@pytest.mark.parametrize(("run", "workers"), [("documents-ddp", 1), ("documents-workers-fsdp2", 2)])
+def test_ranks_and_workers_train_on_every_document_once_an_epoch(
+    folder: Path, printed: list[dict[str, Any]], run: str, workers: int
+):
+    """Four files for two or four readers: each has as many whole files, so its first documents are its first epoch."""
+    first_epoch: list[str] = []
+    tokenizer = load_tokenizer(folder / run / "checkpoints" / "step-00000008")
+    for of_rank in printed:
+        batches = [batch for step in of_rank["own"][run]["batches"] for batch in step]
+        assert torch.tensor([batch["input_ids"] for batch in batches]).shape == (16, 2, 32)
+        for worker in range(workers):
+            ids = [token for batch in batches[worker::workers] for row in batch["input_ids"] for token in row]
+            documents = tokenizer.decode(ids).split(str(tokenizer.bos_token))[1:]
+            first_epoch += documents[: FILES * ROWS // (2 * workers)]
+    expected = [
+        json.loads(line)["text"] for file in (folder / "hub").iterdir() for line in file.read_text().splitlines()
+    ]
+    assert Counter(first_epoch) == Counter(text + str(tokenizer.eos_token) for text in expected)
+
+
+def test_the_step_of_ranks_is_that_of_one_process_on_all_their_rows(
+    folder: Path, printed: list[dict[str, Any]], tmp_path: Path
+):
+    """Ranks differ in targets and documents; the loss is the mean over all of them."""
+    session = prepare(documents_config(folder), tmp_path, None)
+    session.model.train()
+    steps = [of_rank["own"]["documents-ddp"]["batches"] for of_rank in printed]
+    counts = [
+        sum(position == 0 for batch in own[0] for row in batch["position_ids"] for position in row) for own in steps
+    ]
+    assert counts[0] != counts[1]
+    record: dict[str, Any] = {}
+    for step in range(2):
+        batches = [
+            {name: torch.tensor(one[name] + other[name]) for name in one}
+            for one, other in zip(steps[0][step], steps[1][step], strict=True)
+        ]
+        record = take_step(session, batches)
+        found = [record for record in read_metrics(folder / "documents-ddp") if record["event"] == "train"][step]
+        assert (found["loss"], found["grad_norm"]) == pytest.approx((record["loss"], record["grad_norm"]), rel=1e-5)
+        assert (found["load"], found["tokens"]) == (record["load"], record["tokens"])
+        if step == 0:
+            gradients = load_file(folder / "documents-ddp.safetensors")
+            for name, parameter in session.model.named_parameters():
+                if parameter in session.optimizer.state:
+                    expected = session.optimizer.state[parameter]["exp_avg"]
+                    assert (gradients.pop(name) - expected).abs().max() <= 1e-6 * expected.abs().max(), name
+            assert gradients == {}
+
+
+def test_an_epoch_is_complete_when_every_rank_has_it(folder: Path, printed: list[dict[str, Any]]):
+    own = [of_rank["own"]["documents-ddp"]["epochs"] for of_rank in printed]
+    assert own[0] != own[1]
+    (source,) = own[0]
+    assert read_metrics(folder / "documents-ddp")[-1]["epochs"] == {source: min(epochs[source] for epochs in own)}
+
+
+@pytest.mark.usefixtures("ranks")
+def test_another_number_of_processes_has_no_place_in_the_documents(folder: Path, tmp_path: Path):
+    shutil.copytree(folder / "documents-stopped-ddp-kept", tmp_path / "run")
+    with pytest.raises(UserError, match=r"2 processes have a place of their own.*resume with 2 processes, not 1"):
+        train(documents_config(folder), tmp_path / "run", resume=True)
+
+
+def test_one_process_trains_the_same_however_the_data_is_shared_out(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    train(small_config(corpus, steps=5), tmp_path / "rows")
+    config = small_config(corpus, steps=5, data={"shard_by": "documents"})
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3, signal.SIGTERM)
+        assert train(config, tmp_path / "documents").stopped_by == "SIGTERM"
+    train(config, tmp_path / "documents", resume=True)
+    assert timeless(tmp_path / "rows") == timeless(tmp_path / "documents")
+    tensors, others = (saved_tensors(tmp_path / name, 5) for name in ("rows", "documents"))
+    assert [name for name in tensors if "model." in name and not torch.equal(tensors[name], others[name])] == []
 
 
 def test_torchrun(corpus: Path, tmp_path: Path):

@@ -64,11 +64,24 @@ def parse_shares(sources: str | Sequence[str]) -> dict[str, float]:
 
 
 def open_sources(
-    sources: str | Sequence[str], *, text_column: str = "text", document_chars: int = 2000
+    sources: str | Sequence[str],
+    *,
+    text_column: str = "text",
+    document_chars: int = 2000,
+    router_only_column: str | None = None,
 ) -> tuple[Source, ...]:
     """Open one source or a mixture, as `parse_shares` and `open_documents` read them, and raise what they raise."""
     return tuple(
-        Source(name, share, open_documents(name, text_column=text_column, document_chars=document_chars))
+        Source(
+            name,
+            share,
+            open_documents(
+                name,
+                text_column=text_column,
+                document_chars=document_chars,
+                router_only_column=router_only_column,
+            ),
+        )
         for name, share in parse_shares(sources).items()
     )
 
@@ -87,17 +100,22 @@ def split_sources(sources: Sequence[Source], held_out_fraction: float) -> tuple[
 
 
 def mixed_texts(sources: Sequence[Source]) -> Iterator[str]:
-    """Every text once; as long as no source has ended, each has given its share of the characters."""
-    open_ones = {source: (document["text"] for document in source.documents) for source in sources}
+    """Every text once; as long as no source has ended, each has given its share of the characters.
+
+    What only the router reads of a document comes in front of its text, so that a tokenizer learns the words in it.
+    """
+    open_ones = {source: iter(source.documents) for source in sources}
     given = dict.fromkeys(sources, 0)
     while open_ones:
         source = min(open_ones, key=lambda one: given[one] / one.share)
-        text = next(open_ones[source], None)
-        if text is None:
+        document = next(open_ones[source], None)
+        if document is None:
             del open_ones[source]
             continue
-        given[source] += len(text)
-        yield text
+        given[source] += len(document["text"])
+        if document.get("router_only"):
+            yield document["router_only"]
+        yield document["text"]
 
 
 def held_out_rows_by_source(

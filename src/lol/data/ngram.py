@@ -87,8 +87,10 @@ class NGramBaselines:
         """The predecessors and the targets of all rows."""
         before, after = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for row in rows:
-            ids = row["input_ids"].numpy()
-            inside = row["position_ids"].numpy()[1:] > 0
+            # A router-only token is neither a target nor a predecessor: what stands at its place is no text.
+            text = row["router_only_ids"].numpy() < 0 if "router_only_ids" in row else slice(None)
+            ids = row["input_ids"].numpy()[text]
+            inside = row["position_ids"].numpy()[text][1:] > 0
             before.append(ids[:-1][inside])
             after.append(ids[1:][inside])
         pair = np.concatenate(before), np.concatenate(after)

@@ -19,7 +19,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import IterableDataset
@@ -30,6 +30,19 @@ from lol.errors import UserError
 READ_BATCH = 64
 # A part may be without a document in one epoch and have some in the next, where the cuts lie elsewhere.
 _EMPTY_EPOCHS = 64
+
+
+class Document(NamedTuple):
+    """A document's text, and what only the router may read of it (None where the source has no such column)."""
+
+    text: str
+    router_only: str | None
+
+    @classmethod
+    def all_of(cls, batch: dict[str, list[str]]) -> list["Document"]:
+        """The documents of a batch as `datasets` reads it."""
+        hidden = batch.get("router_only", itertools.repeat(None))
+        return [cls(*pair) for pair in zip(batch["text"], hidden, strict=False)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +78,10 @@ class Place:
 
 
 class DocumentOrder:
-    """The texts of one part, block after block and epoch after epoch, from any place on.
+    """The documents of one part, block after block and epoch after epoch, from any place on.
 
     Args:
-        documents: with a column `text`.
+        documents: with a column `text`, and `router_only` if it has that.
         name: of the source, for messages.
         seed: decides the order, together with the epoch.
         shuffle_buffer: documents per block, held in memory as text.
@@ -80,8 +93,8 @@ class DocumentOrder:
         self.seed = seed
         self.shuffle_buffer = shuffle_buffer
 
-    def blocks(self, part: Part, start: Place) -> Iterator[tuple[Place, list[str]]]:
-        """The part's blocks of at most `shuffle_buffer` texts in reading order, from the one that starts at `start`.
+    def blocks(self, part: Part, start: Place) -> Iterator[tuple[Place, list[Document]]]:
+        """The part's blocks of at most `shuffle_buffer` documents in reading order, from the one at `start` on.
 
         Raises:
             UserError: the part has no document in several epochs in a row.
@@ -101,23 +114,23 @@ class DocumentOrder:
                 )
 
     def permutation(self, part: Part, block: Place, length: int) -> list[int]:
-        """The order in which a block's texts are used."""
+        """The order in which a block's documents are used."""
         return permutation(length, self.seed, block.epoch, block.shard, block.document, part.index, part.parts)
 
-    def _epoch(self, part: Part, start: Place) -> Iterator[tuple[Place, list[str]]]:
-        block, texts = start, []
-        for place, text in self._read(part, start):
-            if not texts:
+    def _epoch(self, part: Part, start: Place) -> Iterator[tuple[Place, list[Document]]]:
+        block, documents = start, []
+        for place, document in self._read(part, start):
+            if not documents:
                 block = place
-            texts.append(text)
-            if len(texts) == self.shuffle_buffer:
-                yield block, texts
-                texts = []
-        if texts:
-            yield block, texts
+            documents.append(document)
+            if len(documents) == self.shuffle_buffer:
+                yield block, documents
+                documents = []
+        if documents:
+            yield block, documents
 
-    def _read(self, part: Part, start: Place) -> Iterator[tuple[Place, str]]:
-        """The part's texts of one epoch from `start` on, each with its place."""
+    def _read(self, part: Part, start: Place) -> Iterator[tuple[Place, Document]]:
+        """The part's documents of one epoch from `start` on, each with its place."""
         number = self.documents.num_shards
         order = permutation(number, self.seed, start.epoch)
         for shard in part.shards(number):
@@ -130,9 +143,9 @@ class DocumentOrder:
             read, source = first.read, first.source
             # `iter` is what datasets does not split among a DataLoader's workers on its own.
             for batch in stream.iter(READ_BATCH):
-                for document, text in enumerate(batch["text"], start=read):
-                    if document >= first.document and part.owns(number, shard, document):
-                        yield Place(start.epoch, shard, document, read, source), text
+                for index, document in enumerate(Document.all_of(batch), start=read):
+                    if index >= first.document and part.owns(number, shard, index):
+                        yield Place(start.epoch, shard, index, read, source), document
                 read, source = read + len(batch["text"]), stream.state_dict()
 
 

@@ -4,12 +4,18 @@ The stream is every document (BOS + tokens + EOS), epoch after epoch, cut into r
 from 0 in each document; a document that runs over a row's end goes on in the next row and counts from 0 again there,
 for no state crosses rows. A row that an epoch's last document does not fill is filled by the next epoch's first: each
 token is in exactly one row per epoch. `lol.data.order` says which documents come when.
+
+**Router-only tokens.** Where the documents have a column `router_only`, rows have `router_only_ids` too, -1 at ordinary
+tokens. The column's tokens stand behind the first token of their document, and behind the first of each part of one
+that is cut at a row's end, for the rest is a document to the model, whose router knows of nothing before it. So the
+targets are those of rows without them. `input_ids` has BOS at these places: whoever reads it alone learns nothing.
+(Decided here.)
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,11 +26,12 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 from torch.utils.data import get_worker_info
 from transformers import PreTrainedTokenizerFast
 
-from lol.data.order import READ_BATCH, DocumentOrder, Part, Place
-from lol.data.tokenizer import encode_documents
+from lol.data.order import READ_BATCH, Document, DocumentOrder, Part, Place
+from lol.data.tokenizer import encode_documents, encode_texts
 from lol.errors import UserError
 
-# `input_ids` and `position_ids` as the model takes them: (n,) for a row, (batch, n) for a batch of rows.
+# `input_ids`, `position_ids` and, of sources that have some, `router_only_ids` as the model takes them: (n,) for a row,
+# (batch, n) for a batch of rows.
 Row = dict[str, Int64[Tensor, "..."]]
 Mark = TypeVar("Mark")
 # Documents per call of the tokenizer.
@@ -33,12 +40,19 @@ _BATCH = 64
 _SPREAD = 16
 
 
+class _Encoded(NamedTuple):
+    """A document as token ids (BOS + tokens + EOS), and what only the router reads of it (None without the column)."""
+
+    ids: list[int]
+    router_only: list[int] | None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Cursor:
     """A place in the stream.
 
     block: where its block starts. used: documents of the shuffled block that are in rows as a whole. offset: tokens of
-    the next that are in rows.
+    the next that are in rows, router-only ones not counted.
     """
 
     block: Place = dataclasses.field(default_factory=Place)
@@ -55,7 +69,8 @@ class PackedDocuments(TorchIterableDataset):
     ranks and workers.
 
     Args:
-        documents: with a column `text`, as `open_documents` and `split_documents` return them.
+        documents: with a column `text`, and `router_only` if it has that, as `open_documents` and `split_documents`
+            return them.
         tokenizer: see `lol.data.tokenizer` for what becomes of the ends of a document.
         context_length: n, tokens per row.
         seed: decides the order, together with the epoch.
@@ -107,7 +122,7 @@ class PackedDocuments(TorchIterableDataset):
 
     def __iter__(self) -> Iterator[Row]:
         start = self._cursor
-        for row, cursor, offset in _pack(self._encoded(start), self.context_length, start.offset):
+        for row, cursor, offset in _pack(self._encoded(start), self.context_length, self.name, start.offset):
             self._cursor = dataclasses.replace(cursor, offset=offset)
             yield row
 
@@ -145,15 +160,15 @@ class PackedDocuments(TorchIterableDataset):
             "worker": worker,
         }
 
-    def _encoded(self, start: _Cursor) -> Iterator[tuple[_Cursor, list[int]]]:
+    def _encoded(self, start: _Cursor) -> Iterator[tuple[_Cursor, _Encoded]]:
         """Every document from `start` on, with the cursor that names it."""
         used, part = start.used, self.part
-        for block, texts in self._order.blocks(part, start.block):
-            order = self._order.permutation(part, block, len(texts))
-            for first in range(used, len(texts), _BATCH):
-                batch = order[first : first + _BATCH]
-                for index, ids in enumerate(encode_documents(self.tokenizer, [texts[i] for i in batch]), start=first):
-                    yield _Cursor(block, index), ids
+        for block, documents in self._order.blocks(part, start.block):
+            order = self._order.permutation(part, block, len(documents))
+            for first in range(used, len(documents), _BATCH):
+                batch = [documents[index] for index in order[first : first + _BATCH]]
+                for index, encoded in enumerate(_encode(self.tokenizer, batch), start=first):
+                    yield _Cursor(block, index), encoded
             used = 0
 
 
@@ -170,8 +185,9 @@ def held_out_rows(
     """
     if max_rows < 1:
         raise UserError(f"held-out rows: {max_rows} asked for; at least 1 is needed")
-    encoded = ((None, ids) for ids in token_documents(documents, tokenizer))
-    rows = [row for row, _, _ in itertools.islice(_pack(encoded, context_length), _SPREAD * max_rows)]
+    encoded = ((None, document) for document in _read_all(documents, tokenizer))
+    packed = _pack(encoded, context_length, "the held-out documents")
+    rows = [row for row, _, _ in itertools.islice(packed, _SPREAD * max_rows)]
     if not rows:
         raise UserError(
             f"the held-out documents do not fill one row of {context_length} tokens; raise the held-out fraction,"
@@ -183,9 +199,14 @@ def held_out_rows(
 
 
 def token_documents(documents: IterableDataset, tokenizer: PreTrainedTokenizerFast) -> Iterator[list[int]]:
-    """Every document once, in reading order, as token ids (BOS + tokens + EOS)."""
+    """Every document once, in reading order, as token ids (BOS + tokens + EOS), without router-only ones."""
+    for document in _read_all(documents, tokenizer):
+        yield document.ids
+
+
+def _read_all(documents: IterableDataset, tokenizer: PreTrainedTokenizerFast) -> Iterator[_Encoded]:
     for batch in documents.iter(READ_BATCH):
-        yield from encode_documents(tokenizer, batch["text"])
+        yield from _encode(tokenizer, Document.all_of(batch))
 
 
 def worker_of() -> tuple[int, int]:
@@ -194,29 +215,64 @@ def worker_of() -> tuple[int, int]:
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
-def _pack(documents: Iterable[tuple[Mark, list[int]]], length: int, offset: int = 0) -> Iterator[tuple[Row, Mark, int]]:
+def _encode(tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) -> list[_Encoded]:
+    """Documents as token ids; a source has router-only texts for all of them or for none."""
+    ids = encode_documents(tokenizer, [document.text for document in documents])
+    given = [document.router_only for document in documents if document.router_only is not None]
+    hidden: list[list[int]] | list[None] = encode_texts(tokenizer, given) if given else [None] * len(documents)
+    return [_Encoded(*pair) for pair in zip(ids, hidden, strict=True)]
+
+
+def _pack(
+    documents: Iterable[tuple[Mark, _Encoded]], length: int, name: str, offset: int = 0
+) -> Iterator[tuple[Row, Mark, int]]:
     """Rows of `length`, each with the document that filled it and how many of its tokens are used by then.
 
     `offset` tokens of the first document are left out.
+
+    Raises:
+        UserError: router-only tokens that leave no target in a row; it begins with `name`.
     """
-    tokens, positions, filled = _new_row(length)
-    for place, ids in documents:
-        document = np.asarray(ids, dtype=np.int64)
-        while offset < len(document):
-            taken = min(length - filled, len(document) - offset)
-            tokens[filled : filled + taken] = document[offset : offset + taken]
-            positions[filled : filled + taken] = np.arange(taken)
-            offset += taken
-            filled += taken
-            if filled == length:
-                yield (
-                    {"input_ids": torch.from_numpy(tokens), "position_ids": torch.from_numpy(positions)},
-                    place,
-                    offset,
-                )
-                tokens, positions, filled = _new_row(length)
+    row = _OpenRow(length)
+    for place, document in documents:
+        ids = np.asarray(document.ids, dtype=np.int64)
+        hidden = np.asarray(document.router_only or [], dtype=np.int64)
+        if len(hidden) > length - 2:
+            raise UserError(
+                f"{name}: a document has {len(hidden)} router-only tokens, which leave nothing to predict in a row of"
+                f" {length}; shorten them, or raise the context length"
+            )
+        while offset < len(ids):
+            offset += row.add(ids[offset : offset + length], hidden, filler=document.ids[0])
+            if row.filled == length:
+                yield row.close(document.router_only is not None), place, offset
+                row = _OpenRow(length)
         offset = 0
 
 
-def _new_row(length: int) -> tuple[np.ndarray, np.ndarray, int]:
-    return np.empty(length, dtype=np.int64), np.empty(length, dtype=np.int64), 0
+class _OpenRow:
+    """A row that is being filled with documents; `filled` of its places are taken."""
+
+    def __init__(self, length: int) -> None:
+        self.ids = np.empty(length, dtype=np.int64)
+        self.positions = np.empty(length, dtype=np.int64)
+        self.router_only = np.full(length, -1, dtype=np.int64)
+        self.filled = 0
+
+    def add(self, ids: Int64[np.ndarray, "tokens"], hidden: Int64[np.ndarray, "hidden"], filler: int) -> int:
+        """Take in the beginning of what is left of a document, and behind its first token what only the router reads;
+        returns how many of `ids` had room."""
+        start, room = self.filled, len(self.ids) - self.filled
+        behind = min(len(hidden), room - 1)
+        taken = min(len(ids), room - behind)
+        rest = start + 1 + behind
+        self.ids[start], self.ids[start + 1 : rest] = ids[0], filler
+        self.router_only[start + 1 : rest] = hidden[:behind]
+        self.filled = rest + taken - 1
+        self.ids[rest : self.filled] = ids[1:taken]
+        self.positions[start : self.filled] = np.arange(self.filled - start)
+        return taken
+
+    def close(self, with_router_only: bool) -> Row:
+        row = {"input_ids": torch.from_numpy(self.ids), "position_ids": torch.from_numpy(self.positions)}
+        return row | ({"router_only_ids": torch.from_numpy(self.router_only)} if with_router_only else {})

@@ -1,7 +1,8 @@
 """Sources of text as one stream of documents, and the split into training and held-out documents.
 
 Every source becomes a `datasets.IterableDataset` with two string columns: `text`, one document, and `group`, which
-decides the side of the split. Documents of one group are always on the same side:
+decides the side of the split; and with a third, `router_only`, where one is asked for: what of the document only the
+router may read. Documents of one group are always on the same side:
 
 | source                     | documents                               | group             |
 |----------------------------|-----------------------------------------|-------------------|
@@ -45,7 +46,22 @@ ROW_SUFFIXES = frozenset({".jsonl", ".parquet"})
 _MAX_SHARDS = 64
 # A document without a blank line is cut at a line's end once it is this many times longer than asked for.
 _PATIENCE = 4
-_FEATURES = Features({"text": Value("string"), "group": Value("string")})
+
+
+class _Columns(NamedTuple):
+    """The columns of rows that are read."""
+
+    text: str
+    router_only: str | None
+
+    @property
+    def names(self) -> list[str]:
+        return [self.text] if self.router_only is None else [self.text, self.router_only]
+
+    @property
+    def features(self) -> Features:
+        names = ["text", "group"] if self.router_only is None else ["text", "group", "router_only"]
+        return Features({name: Value("string") for name in names})
 
 
 class _File(NamedTuple):
@@ -56,7 +72,9 @@ class _File(NamedTuple):
     group: str | None
 
 
-def open_documents(source: str, *, text_column: str = "text", document_chars: int = 2000) -> IterableDataset:
+def open_documents(
+    source: str, *, text_column: str = "text", document_chars: int = 2000, router_only_column: str | None = None
+) -> IterableDataset:
     """Open a source of text as a stream of documents.
 
     Args:
@@ -70,20 +88,32 @@ def open_documents(source: str, *, text_column: str = "text", document_chars: in
         document_chars: a text file and the standard library's files are cut at the first blank line after this many
             characters; where none comes in four times as many, at the end of a line, and a line longer than that
             within it. The last document takes in a shorter rest.
+        router_only_column: the column of rows that holds what only the router may read of the row's document (it may be
+            empty); text files have none.
 
     Raises:
-        UserError: the path is missing, nothing is in it, it is not UTF-8 text, a row cannot be read or has no such
-            column. What is further down a source is read, and complained of, when the stream gets there.
+        UserError: the path is missing, nothing is in it, it is not UTF-8 text, a row cannot be read or lacks a column,
+            a column is asked for of a text file. What is further down a source is read, and complained of, when the
+            stream gets there.
     """
     if document_chars < 1:
         raise UserError(f"document_chars is {document_chars}; it must be at least 1")
+    if text_column == router_only_column:
+        raise UserError(f"{text_column!r} is the column of the text, which everything reads: name another one")
+    columns = _Columns(text_column, router_only_column)
     if source.startswith("hf:"):
-        documents = _open_hub(source, text_column)
+        documents = _open_hub(source, columns)
     else:
         files = _list_files(source)
+        plain = next((file.path for file in files if file.kind not in ROW_SUFFIXES), None)
+        if router_only_column is not None and plain is not None:
+            raise UserError(
+                f"{plain}: a text file has no column {router_only_column!r}; give documents as rows of .jsonl or"
+                " .parquet files, or name no router-only column"
+            )
         shards = [tuple(files[k::_MAX_SHARDS]) for k in range(min(_MAX_SHARDS, len(files)))]
-        settings = {"shards": shards, "text_column": text_column, "document_chars": document_chars}
-        documents = IterableDataset.from_generator(_read_shards, gen_kwargs=settings, features=_FEATURES)
+        settings = {"shards": shards, "columns": columns, "document_chars": document_chars}
+        documents = IterableDataset.from_generator(_read_shards, gen_kwargs=settings, features=columns.features)
     if next(iter(documents), None) is None:
         raise UserError(f"{source}: there is no text in it; give a file, folder or data set that holds some")
     return documents
@@ -187,17 +217,17 @@ def _list_folder(folder: Path) -> list[_File]:
     return [file for _, file in sorted(files)]
 
 
-def _read_shards(shards: list[tuple[_File, ...]], text_column: str, document_chars: int) -> Iterator[dict[str, str]]:
+def _read_shards(shards: list[tuple[_File, ...]], columns: _Columns, document_chars: int) -> Iterator[dict[str, str]]:
     for file in itertools.chain.from_iterable(shards):
         if file.kind == ".jsonl":
-            texts = _read_jsonl(file.path, text_column)
+            rows = _read_jsonl(file.path, columns)
         elif file.kind == ".parquet":
-            texts = _read_parquet(file.path, text_column)
+            rows = _read_parquet(file.path, columns)
         else:
-            texts = _read_text(file, document_chars)
-        for text in texts:
-            if text.strip():
-                yield {"text": text, "group": _hash_of(text) if file.group is None else file.group}
+            rows = ({"text": text} for text in _read_text(file, document_chars))
+        for row in rows:
+            if row["text"].strip():
+                yield row | {"group": _hash_of(row["text"]) if file.group is None else file.group}
 
 
 def _read_text(file: _File, document_chars: int) -> Iterator[str]:
@@ -213,7 +243,7 @@ def _read_text(file: _File, document_chars: int) -> Iterator[str]:
         raise UserError(f"{file.path}: cannot be read ({error.strerror}); check its permissions") from error
 
 
-def _read_jsonl(path: str, text_column: str) -> Iterator[str]:
+def _read_jsonl(path: str, columns: _Columns) -> Iterator[dict[str, str]]:
     try:
         with open(path, "rb") as handle:
             for number, line in enumerate(handle, start=1):
@@ -224,44 +254,54 @@ def _read_jsonl(path: str, text_column: str) -> Iterator[str]:
                 except ValueError as error:
                     raise UserError(f"{path}, line {number}: not JSON ({error}); mend or remove the line") from error
                 if not isinstance(row, dict):
-                    raise UserError(f'{path}, line {number}: not a JSON object; write {{"{text_column}": …}}')
-                yield _text_of(row, text_column, f"{path}, line {number}")
+                    raise UserError(f'{path}, line {number}: not a JSON object; write {{"{columns.text}": …}}')
+                yield _document_of(row, columns, f"{path}, line {number}")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
 
 
-def _read_parquet(path: str, text_column: str) -> Iterator[str]:
+def _read_parquet(path: str, columns: _Columns) -> Iterator[dict[str, str]]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _require_column(file.schema_arrow.names, text_column, path)
+            _require_columns(file.schema_arrow.names, columns, path)
             number = 0
-            for batch in file.iter_batches(batch_size=256, columns=[text_column]):
+            for batch in file.iter_batches(batch_size=256, columns=columns.names):
                 for row in batch.to_pylist():
                     number += 1
-                    yield _text_of(row, text_column, f"{path}, row {number}")
+                    yield _document_of(row, columns, f"{path}, row {number}")
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read as Parquet ({error}); write the file again") from error
 
 
-def _require_column(columns: Iterable[str], text_column: str, place: str) -> None:
-    if text_column not in columns:
-        raise UserError(
-            f"{place}: there is no column {text_column!r}; name the one that holds the text, of: {', '.join(columns)}"
-        )
+def _require_columns(found: Iterable[str], columns: _Columns, place: str) -> None:
+    for wanted, held in zip(columns.names, ("the text", "what only the router reads"), strict=False):
+        if wanted not in found:
+            raise UserError(
+                f"{place}: there is no column {wanted!r}; name the one that holds {held}, of: {', '.join(found)}"
+            )
 
 
-def _text_of(row: dict, text_column: str, place: str) -> str:
-    """A row's text; a null is an empty document."""
-    _require_column(row, text_column, place)
-    text = row[text_column]
+def _document_of(row: dict, columns: _Columns, place: str) -> dict[str, str]:
+    """A row's columns under our names; a null text is an empty document."""
+    _require_columns(row, columns, place)
+    text = row[columns.text]
     if text is not None and not isinstance(text, str):
         raise UserError(
-            f"{place}: the column {text_column!r} holds {type(text).__name__}, not text; name another column"
+            f"{place}: the column {columns.text!r} holds {type(text).__name__}, not text; name another column"
         )
-    return text or ""
+    if columns.router_only is None:
+        return {"text": text or ""}
+    hidden = row[columns.router_only]
+    if not isinstance(hidden, str):
+        # A null too: a row whose strategy was forgotten would train a router that knows of none.
+        raise UserError(
+            f"{place}: the column {columns.router_only!r} holds {'null' if hidden is None else type(hidden).__name__},"
+            ' not text; write "" where the router is to be told nothing'
+        )
+    return {"text": text or "", "router_only": hidden}
 
 
-def _open_hub(source: str, text_column: str) -> IterableDataset:
+def _open_hub(source: str, columns: _Columns) -> IterableDataset:
     parts = source.removeprefix("hf:").split(":")
     if len(parts) > 3 or not parts[0]:
         raise UserError(f"{source}: write hf:NAME, hf:NAME:CONFIG, hf:NAME:CONFIG:SPLIT or hf:NAME::SPLIT")
@@ -275,16 +315,16 @@ def _open_hub(source: str, text_column: str) -> IterableDataset:
             " (hf:NAME:CONFIG:SPLIT, hf:NAME::SPLIT) and, for the Hub, the connection"
         ) from error
     if first is not None:
-        _text_of(first, text_column, source)
-    settings = {"text_column": text_column, "source": source}
-    rows = rows.select_columns([text_column])
-    rows = rows.map(_as_document, fn_kwargs=settings, remove_columns=[text_column], features=_FEATURES)
+        _document_of(first, columns, source)
+    settings = {"columns": columns, "source": source}
+    rows = rows.select_columns(columns.names)
+    rows = rows.map(_as_document, fn_kwargs=settings, remove_columns=columns.names, features=columns.features)
     return rows.filter(_has_text, input_columns=["text"])
 
 
-def _as_document(row: dict, text_column: str, source: str) -> dict[str, str]:
-    text = _text_of(row, text_column, source)
-    return {"text": text, "group": _hash_of(text)}
+def _as_document(row: dict, columns: _Columns, source: str) -> dict[str, str]:
+    document = _document_of(row, columns, source)
+    return document | {"group": _hash_of(document["text"])}
 
 
 def _has_text(text: str) -> bool:

@@ -91,6 +91,12 @@ def encode_documents(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -
     Raises:
         UserError: the tokenizer has no EOS token.
     """
+    start, end = start_id(tokenizer), _id_of(tokenizer, "eos_token")
+    return [[start, *ids, end] for ids in encode_texts(tokenizer, texts)]
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of texts, nothing added; one call of the tokenizer for all of them."""
     if not texts:
         return []
     encoded = tokenizer(
@@ -100,8 +106,7 @@ def encode_documents(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -
         return_attention_mask=False,
         verbose=False,
     )
-    start, end = _start_id(tokenizer), _id_of(tokenizer, "eos_token")
-    return [[start, *ids, end] for ids in encoded["input_ids"]]
+    return list(encoded["input_ids"])
 
 
 class _Sample:
@@ -119,7 +124,8 @@ class _Sample:
                 return
 
 
-def _start_id(tokenizer: PreTrainedTokenizerFast) -> int:
+def start_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The token that begins a document: BOS, or EOS where there is none."""
     return _id_of(tokenizer, "eos_token" if tokenizer.bos_token is None else "bos_token")
 
 
@@ -138,7 +144,7 @@ def _with_convention(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerF
     start = special.get("bos_token", special["eos_token"])
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.post_processor = processors.TemplateProcessing(
-        single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, _start_id(tokenizer))]
+        single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, start_id(tokenizer))]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, model_input_names=["input_ids", "attention_mask"], padding_side="left", **special

@@ -53,7 +53,7 @@ def report_run(run: Path, *, out: Path | None = None, num_rows: int = 6) -> Path
         facts=_facts(config, model, metrics),
         metrics=metrics,
         table=record_paths(model, documents),
-        texts=[token_texts(tokenizer, ids) for ids in documents],
+        texts=[token_texts(tokenizer, _read_by_somebody(document)) for document in documents],
         sample=sample.removeprefix(SAMPLE_PROMPT),
         prompt=SAMPLE_PROMPT,
     )
@@ -101,11 +101,21 @@ def show_paths(model: LoLForCausalLM, tokenizer: PreTrainedTokenizerFast, text: 
     print(lines.get(), end="")
 
 
-def _documents(row: Row) -> list[list[int]]:
-    """The documents, or their parts, that a packed row holds."""
-    ids, positions = row["input_ids"].tolist(), row["position_ids"].tolist()
+def _documents(row: Row) -> list[dict[str, list[int]]]:
+    """The documents, or their parts, that a packed row holds, each as a row of its own."""
+    positions = row["position_ids"].tolist()
     begins = [place for place, position in enumerate(positions) if position == 0]
-    return [ids[begin:end] for begin, end in zip(begins, [*begins[1:], len(ids)], strict=True)]
+    ends = [*begins[1:], len(positions)]
+    return [
+        {name: tensor[begin:end].tolist() for name, tensor in row.items()}
+        for begin, end in zip(begins, ends, strict=True)
+    ]
+
+
+def _read_by_somebody(document: dict[str, list[int]]) -> list[int]:
+    """The token at each place: where only the router reads one, that."""
+    hidden = document.get("router_only_ids", [-1] * len(document["input_ids"]))
+    return [own if only < 0 else only for own, only in zip(document["input_ids"], hidden, strict=True)]
 
 
 def _facts(config: TrainConfig, model: LoLForCausalLM, metrics: list[dict[str, Any]]) -> list[tuple[str, str]]:

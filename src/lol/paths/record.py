@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
 from lol.data.token_text import TokenText
@@ -57,8 +57,8 @@ def record_paths(
     Args:
         model: `LoLModel`, `LoLForCausalLM` or a module around one.
         rows: A text, or texts; or token ids, a row each; or mappings (a `datasets.Dataset` or its rows) with a text, or
-            with `input_ids` and, where they have them, `attention_mask` and `position_ids` that restart where a packed
-            row's next document begins.
+            with `input_ids` and, where they have them, `attention_mask`, `position_ids` that restart where a packed
+            row's next document begins, and `router_only_ids`.
         tokenizer: Reads texts, as `tokenizer(text)["input_ids"]`. Not needed for ids.
         batch_size: Rows run at once. Results do not depend on it.
         num_depths: Run only the first so many depths, as in growing. Default: all.
@@ -82,15 +82,16 @@ def record_paths(
     try:
         read = _read_rows([rows] if isinstance(rows, str) else rows, tokenizer, text_column)
         while batch := list(islice(read, batch_size)):
-            ids, positions, mask = _pad(batch, base.embed_tokens.weight.device)
+            ids, positions, hidden, mask = _pad(batch, base.embed_tokens.weight.device)
             outputs = base(
                 input_ids=ids,
                 position_ids=positions,
                 attention_mask=mask,
+                router_only_ids=hidden if bool((hidden >= 0).any()) else None,
                 num_depths=num_depths,
                 output_router_logits=True,
             )
-            lengths = _document_lengths([row_positions for _, row_positions in batch])
+            lengths = _document_lengths([positions for _, positions, _ in batch])
             part = _tabulate(base.config, outputs.routing, outputs.router_logits, lengths)
             part["row"] += rows_so_far
             part["document"] += documents_so_far
@@ -107,10 +108,10 @@ def record_paths(
     return table.sort_values(["document", "depth", "window"], ignore_index=True)
 
 
-def _read_rows(rows: Iterable[Any], tokenizer: Any, text_column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Token ids and positions of each row, without its padding."""
+def _read_rows(rows: Iterable[Any], tokenizer: Any, text_column: str) -> Iterator[Int64[np.ndarray, "3 _"]]:
+    """Token ids, positions and router-only ids (-1: none) of each row, without its padding."""
     for number, row in enumerate(rows):
-        positions = None
+        positions = hidden = mask = None
         if isinstance(row, Mapping) and "input_ids" not in row:
             if not isinstance(row.get(text_column), str):
                 raise UserError(
@@ -123,27 +124,28 @@ def _read_rows(rows: Iterable[Any], tokenizer: Any, text_column: str) -> Iterato
                 raise UserError("rows of text need a tokenizer: record_paths(model, texts, tokenizer)")
             row = tokenizer(row)["input_ids"]
         elif isinstance(row, Mapping):
-            mask, positions, row = row.get("attention_mask"), row.get("position_ids"), row["input_ids"]
-            if mask is not None:
-                real = np.asarray(mask).astype(bool)
-                row = np.asarray(row)[real]
-                positions = None if positions is None else np.asarray(positions)[real]
+            mask, positions, hidden = (row.get(name) for name in ("attention_mask", "position_ids", "router_only_ids"))
+            row = row["input_ids"]
         ids = np.asarray(row, dtype=np.int64)
-        if ids.ndim != 1 or ids.size == 0:
+        real = np.full(ids.shape, True) if mask is None else np.asarray(mask).astype(bool)
+        if ids.ndim != 1 or not real.any():
             raise UserError(f"row {number} has shape {ids.shape}: a row is a list of at least one token id")
-        yield ids, np.arange(ids.size) if positions is None else np.asarray(positions, dtype=np.int64)
+        yield np.stack(
+            [
+                ids[real],
+                np.arange(real.sum()) if positions is None else np.asarray(positions, dtype=np.int64)[real],
+                np.full(real.sum(), -1) if hidden is None else np.asarray(hidden, dtype=np.int64)[real],
+            ]
+        )
 
 
-def _pad(
-    batch: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device
-) -> tuple[Int[Tensor, "B n"], Int[Tensor, "B n"], Int[Tensor, "B n"]]:
-    """Ids, positions and mask, padded at the right."""
-    columns = max(ids.size for ids, _ in batch)
-    grid = np.zeros((3, len(batch), columns), dtype=np.int64)
-    for place, (ids, positions) in enumerate(batch):
-        grid[0, place, : ids.size], grid[1, place, : ids.size], grid[2, place, : ids.size] = ids, positions, 1
-    ids, positions, mask = torch.from_numpy(grid).to(device)
-    return ids, positions, mask
+def _pad(batch: Sequence[Int64[np.ndarray, "3 _"]], device: torch.device) -> Int[Tensor, "4 B n"]:
+    """Ids, positions, router-only ids and mask, padded at the right."""
+    grid = np.zeros((4, len(batch), max(row.shape[1] for row in batch)), dtype=np.int64)
+    grid[2] = -1
+    for place, row in enumerate(batch):
+        grid[:3, place, : row.shape[1]], grid[3, place, : row.shape[1]] = row, 1
+    return torch.from_numpy(grid).to(device)
 
 
 def _document_lengths(positions: list[np.ndarray]) -> list[np.ndarray]:

@@ -29,6 +29,9 @@ class DataConfig:
     """Share of the documents' groups that is held out, of every source."""
     text_column: str = "text"
     """Column of the text in .jsonl, .parquet and hub data sets."""
+    router_only_column: str | None = None
+    """Column of text that the router alone reads, at the beginning of each document: a puzzle's strategy, say. Wants
+    model.router_only_tokens."""
     document_chars: int = 2000
     """A plain text file is cut at blank lines into documents of at least so many characters."""
     tokenizer: str | None = None
@@ -39,6 +42,9 @@ class DataConfig:
     """Documents that are shuffled together, of every source."""
     num_workers: int = 0
     """Processes that read and tokenize beside the training."""
+    shard_by: Literal["rows", "documents"] = "rows"
+    """What processes that train together share out: rows of one stream, which each reads as a whole, so that any number
+    of them takes the same steps; or documents, of which each reads its own."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +175,17 @@ class TrainConfig:
         for name, budget in dataclasses.asdict(self.budget).items():
             if budget is not None and not 0 < budget < math.inf:
                 raise UserError(f"budget.{name} must be positive and finite, or None for no budget, not {budget}")
+        if self.data.router_only_column is not None:
+            self._check_router_only()
         self._check_growth()
+
+    def _check_router_only(self) -> None:
+        if not self.model.router_only_tokens:
+            raise UserError(
+                "data.router_only_column needs a model that hides its tokens: model.router_only_tokens=True"
+            )
+        if self.model.routing != "learned" or not self.model.num_routed_depths:
+            raise UserError("data.router_only_column needs a router: this model has none, so leave it out")
 
     def _check_growth(self) -> None:
         depths, initial = self.model.num_routed_depths, self.growth.initial_depth

@@ -23,11 +23,11 @@ from lol.train.config import TrainConfig, as_json
 def open_sides(config: TrainConfig) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
     """The sources to train on and those held out."""
     data = config.data
-    sources = open_sources(data.source, text_column=data.text_column, document_chars=data.document_chars)
+    columns = {"text_column": data.text_column, "router_only_column": data.router_only_column}
+    sources = open_sources(data.source, document_chars=data.document_chars, **columns)
     if data.held_out_source is None:
         return split_sources(sources, data.held_out_fraction)
-    held_out = open_sources(data.held_out_source, text_column=data.text_column, document_chars=data.document_chars)
-    return sources, held_out
+    return sources, open_sources(data.held_out_source, document_chars=data.document_chars, **columns)
 
 
 def find_tokenizer(config: TrainConfig, sources: Sequence[Source], checkpoint: Path | None) -> PreTrainedTokenizerFast:

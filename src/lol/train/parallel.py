@@ -74,6 +74,32 @@ class World:
         [counts] = self.add_up(torch.tensor([own == choice for choice in choices], device=self.device).long())
         return next((choice for choice, count in zip(choices, counts.tolist(), strict=True) if count), None)
 
+    def gather(self, own: Any) -> list[Any]:
+        """What each rank has as its `own`, by rank, on every rank; any value that can be pickled."""
+        if self.size == 1:
+            return [own]
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, own)
+        return box
+
+    def together(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns on this rank, if it does on all of them: none is left waiting for one that has failed.
+
+        Raises:
+            UserError: `make` raised one on some rank; every rank raises the first rank's.
+        """
+        if self.size == 1:
+            return make()
+        made, error = None, None
+        try:
+            made = make()
+        except UserError as raised:
+            error = str(raised)
+        [failed] = self.add_up(torch.tensor(int(error is not None), device=self.device))
+        if failed:
+            raise UserError(next(message for message in self.gather(error) if message is not None))
+        return made
+
     def from_main(self, make: Callable[[], Any]) -> Any:
         """What `make` returns on rank 0, which alone calls it, on every rank; any value that can be pickled.
 

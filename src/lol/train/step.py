@@ -1,12 +1,14 @@
 """One optimizer step: forward and backward passes over its micro-batches, clipping, the optimizer, the balance."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lol.data.order import generator_named
+from lol.data.packing import Row
 from lol.errors import UserError
 from lol.model.lm import count_targets
 from lol.train.balance import auxiliary_coefficient, batch_loss, document_losses, update_biases
@@ -16,10 +18,26 @@ from lol.train.parallel import autocast, clip_gradients, passes_on
 from lol.train.session import Session
 
 
+def draw_batches(session: Session, rows: Iterator[Row]) -> list[Row]:
+    """The micro-batches of a step: all rows of all ranks, or of a run that shards by documents this rank's.
+
+    Raises:
+        UserError: the data, on this rank or, where each reads its own, on any.
+    """
+    number = session.config.accumulation
+    if session.config.data.shard_by == "rows":
+        return list(islice(rows, number))
+    return session.world.together(lambda: list(islice(rows, number)))
+
+
 def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
     """One optimizer step over the micro-batches, as if they were one batch. Returns its record for the log.
 
-    Every rank is given all rows and computes its own; what is counted and summed is that of all ranks.
+    Every rank computes its own rows; what is counted and summed is that of all ranks.
+
+    Args:
+        session: The run, which is a step further then.
+        batches: As `draw_batches` gives them.
     """
     config, model, plan, step = session.config, session.model, session.plan, session.step
     world, passes = session.world, len(batches) * session.world.size
@@ -27,13 +45,12 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
     learning_rate = learning_rate_at(step, plan.steps, config.optim)
     for group in session.optimizer.param_groups:
         group["lr"] = learning_rate
-    targets = sum(map(count_targets, batches))
-    documents = sum(int((batch["position_ids"] == 0).sum()) for batch in batches)
+    batches, targets, documents = _own_rows(session, batches)
     loss, entropy = torch.zeros((), device=model.device), torch.zeros((), device=model.device)
     load = torch.zeros(depth, config.model.num_experts, dtype=torch.long, device=model.device)
     moe_load = None
     for index, batch in enumerate(batches):
-        own = {name: tensor.to(model.device) for name, tensor in world.rows(batch).items()}
+        own = {name: tensor.to(model.device) for name, tensor in batch.items()}
         with passes_on(session.module, last=index == len(batches) - 1):
             with autocast(config.precision, world.device):
                 output = session.module(
@@ -80,6 +97,19 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
         "load": load.tolist(),
         "router_entropy": entropy.item(),
     } | ({} if moe_load is None else {"moe_load": moe_load.tolist()})
+
+
+def _own_rows(
+    session: Session, batches: Sequence[Mapping[str, Tensor]]
+) -> tuple[Sequence[Mapping[str, Tensor]], int, int]:
+    """This rank's rows of the micro-batches; targets and documents of all ranks' rows."""
+    world = session.world
+    targets = sum(map(count_targets, batches))
+    documents = sum(int((batch["position_ids"] == 0).sum()) for batch in batches)
+    if session.config.data.shard_by == "rows":
+        return [world.rows(batch) for batch in batches], targets, documents
+    [counts] = world.add_up(torch.tensor([targets, documents], device=world.device))
+    return batches, *counts.tolist()
 
 
 def _balance_loss(output: Any, config: TrainConfig, documents: int, passes: int) -> Tensor | float:

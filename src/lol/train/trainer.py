@@ -24,7 +24,7 @@ from lol.train.parallel import autocast, join_world, release
 from lol.train.progress import Progress, shorten
 from lol.train.run_folder import CHECKPOINTS, open_run
 from lol.train.session import Session, prepare, save
-from lol.train.step import take_step
+from lol.train.step import draw_batches, take_step
 
 # What a resumed run may change: it decides what is kept and shown, and where and when it is computed, not what.
 MAY_DIFFER = ("checkpoint_every", "keep_checkpoints", "eval.ngrams", "parallel", "activation_checkpointing")
@@ -102,7 +102,7 @@ def run_steps(session: Session, log: MetricsLog, progress: Progress) -> str | No
     with Interrupt() as interrupt:
         while session.step < session.plan.steps:
             began = time.monotonic()
-            batches = [next(rows) for _ in range(config.accumulation)]
+            batches = draw_batches(session, rows)
             record = take_step(session, batches)
             session.seconds += time.monotonic() - began
             record["tokens_per_second"] = round(config.tokens_per_step / (time.monotonic() - began), 1)
@@ -164,7 +164,7 @@ def _measure(session: Session, depth: int) -> tuple[Evaluation, dict[str, Any]]:
     with autocast(session.config.precision, session.world.device):
         result, losses = evaluate_sources(session.model, session.held_out_by_source, session.config.batch_size, depth)
     release(session.model)
-    by_source: dict[str, Any] = {"epochs": session.loader.epochs}
+    by_source: dict[str, Any] = {"epochs": session.epochs}
     return result, by_source | ({"losses": losses} if len(losses) > 1 else {})
 
 
