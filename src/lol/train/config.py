@@ -157,6 +157,8 @@ class TrainConfig:
     """bf16 computes products in bfloat16; weights, moments, routing, norms and attention on a CPU stay float32."""
     activation_checkpointing: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Compute layers and depths again in the backward pass, in place of keeping what they computed."""
+    compile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Compile prelude, coda and the library's elementwise work with torch.compile; the first steps take longer."""
     checkpoint_every: int = 1000
     """Steps between checkpoints; 0 writes only the last one."""
     keep_checkpoints: int = 2
