@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lol.errors import UserError
 from lol.model.config import LoLConfig
-from lol.train import trainer
+from lol.train import compiled, trainer
 from lol.train.config import DataConfig, EvalConfig, GrowthConfig, TrainConfig
 from lol.train.recipes import tiny
 from small_run import MODEL, draw_at_every_step, small_config
@@ -110,6 +110,13 @@ def spoiled(run: Path, corpus: Path, parallel: str, spoil: Callable[..., None]) 
     return str(caught.value)
 
 
+def compiled_by_dynamo(run: Path, corpus: Path, parallel: str, **changes: Any) -> None:
+    """As --compile does, but for the C++ compiler's minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "BACKEND", "aot_eager")
+        straight(run, corpus, parallel, model=QUIET, compile=True, **changes)
+
+
 Start = Callable[[Path, Path], Any]
 RUNS: dict[str, Start] = {
     "golden-ddp": lambda run, corpus: trainer.train(golden_config(corpus, "ddp"), run),
@@ -127,6 +134,8 @@ RUNS: dict[str, Start] = {
     "muon-ddp": lambda run, corpus: straight(run, corpus, "ddp", model=QUIET, optim={"name": "muon"}),
     "muon-fsdp2": lambda run, corpus: straight(run, corpus, "fsdp2", model=QUIET, optim={"name": "muon"}),
     "muon-stopped": lambda run, corpus: stopped(run, corpus, "fsdp2", model=QUIET, optim={"name": "muon"}),
+    "compiled-ddp": lambda run, corpus: compiled_by_dynamo(run, corpus, "ddp"),
+    "compiled-fsdp2": lambda run, corpus: compiled_by_dynamo(run, corpus, "fsdp2", activation_checkpointing=True),
     "nan-loss-ddp": lambda run, corpus: spoiled(run, corpus, "ddp", spoil_loss),
     "nan-gradient-fsdp2": lambda run, corpus: spoiled(run, corpus, "fsdp2", spoil_gradient),
 }

@@ -81,9 +81,10 @@ def test_losses_are_the_committed_ones(folder: Path, run: str):
     assert golden[-1] < 0.5 * golden[0]
 
 
-@pytest.mark.parametrize("run", ["quiet-ddp", "quiet-fsdp2", "checkpointing-fsdp2"])
+@pytest.mark.parametrize("run", ["quiet-ddp", "quiet-fsdp2", "checkpointing-fsdp2", "compiled-ddp", "compiled-fsdp2"])
 def test_one_update_of_the_bias_a_step_from_the_load_of_all(folder: Path, ranks: list[dict[str, Any]], run: str):
-    """Two micro-batches a step; DDP under activation checkpointing too, for a recomputation must not count."""
+    """Two micro-batches a step; DDP under activation checkpointing too, for a recomputation must not count. Compiled,
+    FSDP2 is under activation checkpointing."""
     assert loads(folder / run) == loads(folder / "quiet-one")
     assert losses(folder / run) == pytest.approx(losses(folder / "quiet-one"), abs=1e-5)
     own, expected = (saved_tensors(folder / name, 8) for name in (run, "quiet-one"))

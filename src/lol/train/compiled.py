@@ -5,7 +5,7 @@
 | layers of prelude and coda | each as a whole, without a graph break; one compilation serves all of them |
 | mixtures of experts | attention and norms of such layers; the experts' runs are as long as the tokens decide |
 | routed depths | the norms' and the SwiGLU gate's elementwise work, for any number of tokens |
-| router, dispatch, attention in windows, head | not at all: their shapes follow the path, and every path would be compiled anew |
+| router, dispatch, attention in windows, head | not at all: shapes follow the path, and each path would be compiled anew |
 
 Compiled is what is inside of a layer's `forward`: hooks, slices and activation checkpointing stay around it. A shape is
 compiled by itself, once, so a resumed run computes it by the same kernels. (Decided here.)
