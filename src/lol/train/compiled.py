@@ -5,7 +5,7 @@
 | layers of prelude and coda | each as a whole, without a graph break; one compilation serves all of them |
 | mixtures of experts | attention and norms of such layers; the experts' runs are as long as the tokens decide |
 | routed depths | the norms' and the SwiGLU gate's elementwise work, for any number of tokens |
-| router, dispatch, attention in windows, head | not at all: shapes follow the path, and each path would be compiled anew |
+| router, dispatch, attention in windows, head | not at all: shapes follow the path, so each path would need its own |
 
 Compiled is what is inside of a layer's `forward`: hooks, slices and activation checkpointing stay around it. A shape is
 compiled by itself, once, so a resumed run computes it by the same kernels. (Decided here.)
@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from lol.errors import UserError
-from lol.model.layers import rms_normalize, swiglu
+from lol.model.layers import Block, rms_normalize, swiglu
 from lol.model.lm import LoLForCausalLM
+from lol.model.moe import MoEBlock
 
 BACKEND = "inductor"
 
@@ -35,6 +36,7 @@ def compile_blocks(model: LoLForCausalLM) -> None:
     _check_compiler()
     body = model.model
     for layer in (*body.prelude, *body.coda):
+        assert isinstance(layer, Block | MoEBlock)
         layer.compute = _compile(layer.compute, dynamic=False)
     body.dispatch.normalize = _compile(rms_normalize, dynamic=True)
     body.dispatch.gate = _compile(swiglu, dynamic=True)

@@ -68,14 +68,14 @@ class MuonAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"] if "momentum" in group else ():
                 if parameter.grad is not None:
-                    self._turn(parameter, group)
+                    self._turn(parameter, parameter.grad, group)
         return loss
 
-    def _turn(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _turn(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state[MOMENTUM] = torch.zeros_like(parameter.grad)
-        sliced = parameter.detach(), parameter.grad, state[MOMENTUM]
+            state[MOMENTUM] = torch.zeros_like(gradient)
+        sliced = parameter.detach(), gradient, state[MOMENTUM]
         if parameter.ndim == 3:
             # Slices go along the blocks.
             stacks = [part.to_local() if isinstance(part, DTensor) else part for part in sliced]
@@ -84,7 +84,7 @@ class MuonAdamW(torch.optim.Optimizer):
         full = [whole(part) for part in sliced]
         _muon_step(group, *([part] for part in full))
         for part, result in zip(sliced, full, strict=True):
-            if part is not result and part is not parameter.grad:
+            if part is not result and part is not gradient:
                 part.copy_(spread_like(result, part))
 
 
