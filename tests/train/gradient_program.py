@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lol import LoLConfig, LoLForCausalLM
+from lol.train.config import OptimConfig
+from lol.train.optim import make_optimizer
 from lol.train.parallel import World, clip_gradients, join_world, parallelize, passes_on, spread_like, whole
 
 ROWS, LENGTH, DEPTHS, LIMIT = 8, 24, 4, 0.05
@@ -138,7 +140,7 @@ def compare(mode: str, case: dict[str, Any], world: World, **changes: Any) -> di
         for own, parameter in zip(alone.parameters(), model.parameters(), strict=True)
         if own.grad is not None
     ]
-    return {
+    result = {
         "error": max(errors.values()),
         "names": [list(part.state_dict()) for part in (alone, model)],
         "with gradient": [list(found), list(expected)],
@@ -152,6 +154,25 @@ def compare(mode: str, case: dict[str, Any], world: World, **changes: Any) -> di
             torch.equal(whole(spread_like(whole(parameter.detach()), parameter)), whole(parameter.detach()))
             for parameter in model.parameters()
         ),
+    }
+    return result | {"muon": compare_muon(alone, model)}
+
+
+def compare_muon(alone: LoLForCausalLM, model: LoLForCausalLM) -> dict[str, float]:
+    """Two steps of Muon on both, from the same gradients: the largest difference of weights and of momenta."""
+    for own, parameter in zip(alone.parameters(), model.parameters(), strict=True):
+        parameter.grad = None if own.grad is None else spread_like(own.grad.clone(), parameter)
+    before = alone.model.library.q_proj.weight.detach().clone()
+    states = []
+    for part in (alone, model):
+        optimizer = make_optimizer(part, OptimConfig(name="muon", learning_rate=0.01))
+        optimizer.step()
+        optimizer.step()
+        state = [(parameter, optimizer.state[parameter].get("momentum_buffer")) for parameter in part.parameters()]
+        states.append([whole(tensor.detach()) for pair in state for tensor in pair if tensor is not None])
+    return {
+        "error": max(float((own - other).abs().max()) for own, other in zip(*states, strict=True)),
+        "moved": (alone.model.library.q_proj.weight - before).abs().amax((1, 2)).tolist(),
     }
 
 

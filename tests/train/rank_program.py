@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from lol.errors import UserError
 from lol.model.config import LoLConfig
-from lol.train import trainer
+from lol.train import compiled, trainer
 from lol.train.config import DataConfig, EvalConfig, GrowthConfig, TrainConfig
 from lol.train.recipes import tiny
 from small_run import MODEL, draw_at_every_step, small_config
@@ -115,7 +115,47 @@ def without_documents(run: Path) -> None:
         trainer.train(documents_config(run.parent, "ddp", data={"source": str(run.parent / "one.jsonl")}), run)
 
 
-Start = Callable[[Path, Path], None]
+def spoil_loss(session: trainer.Session, batches: Sequence[dict[str, torch.Tensor]]) -> None:
+    """The embedding of a token that one row alone has, rank 1's of the second micro-batch, is no number any more."""
+    rows = torch.cat([batch["input_ids"] for batch in batches])
+    alone = set(rows[3].tolist()) - set(rows[:3].flatten().tolist())
+    with torch.no_grad():
+        session.model.model.embed_tokens.weight[list(alone)] = float("nan")
+
+
+def spoil_gradient(session: trainer.Session, _batches: Any) -> None:
+    """On rank 1 the gradient of what the coda returns is no number any more."""
+    if session.world.rank == 1:
+        session.model.model.coda[0].register_forward_hook(
+            lambda _module, _args, state: state.register_hook(lambda gradient: gradient * float("inf")) and None
+        )
+
+
+def spoiled(run: Path, corpus: Path, parallel: str, spoil: Callable[..., None]) -> str:
+    """Something becomes no number before step 5; what each rank is told then."""
+    config = small_config(corpus, parallel=parallel, model=QUIET)
+    with pytest.MonkeyPatch.context() as patch:
+        take_step = trainer.take_step
+
+        def spoil_and_step(session: trainer.Session, batches: Any) -> Any:
+            if session.step == STOP:
+                spoil(session, batches)
+            return take_step(session, batches)
+
+        patch.setattr(trainer, "take_step", spoil_and_step)
+        with pytest.raises(UserError) as caught:
+            trainer.train(config, run)
+    return str(caught.value)
+
+
+def compiled_by_dynamo(run: Path, corpus: Path, parallel: str, **changes: Any) -> None:
+    """As --compile does, but for the C++ compiler's minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "BACKEND", "aot_eager")
+        straight(run, corpus, parallel, model=QUIET, compile=True, **changes)
+
+
+Start = Callable[[Path, Path], Any]
 RUNS: dict[str, Start] = {
     "golden-ddp": lambda run, corpus: trainer.train(golden_config(corpus, "ddp"), run),
     "golden-fsdp2": lambda run, corpus: trainer.train(golden_config(corpus, "fsdp2"), run),
@@ -134,6 +174,13 @@ RUNS: dict[str, Start] = {
     "documents-workers-fsdp2": lambda run, _: by_documents(run, "fsdp2", 2),
     "documents-stopped-workers-fsdp2": lambda run, _: stopped_by_documents(run, "fsdp2", 2),
     "documents-none": lambda run, _: without_documents(run),
+    "muon-ddp": lambda run, corpus: straight(run, corpus, "ddp", model=QUIET, optim={"name": "muon"}),
+    "muon-fsdp2": lambda run, corpus: straight(run, corpus, "fsdp2", model=QUIET, optim={"name": "muon"}),
+    "muon-stopped": lambda run, corpus: stopped(run, corpus, "fsdp2", model=QUIET, optim={"name": "muon"}),
+    "compiled-ddp": lambda run, corpus: compiled_by_dynamo(run, corpus, "ddp"),
+    "compiled-fsdp2": lambda run, corpus: compiled_by_dynamo(run, corpus, "fsdp2", activation_checkpointing=True),
+    "nan-loss-ddp": lambda run, corpus: spoiled(run, corpus, "ddp", spoil_loss),
+    "nan-gradient-fsdp2": lambda run, corpus: spoiled(run, corpus, "fsdp2", spoil_gradient),
 }
 
 
@@ -178,8 +225,8 @@ def main(folder: Path, corpus: Path, names: list[str]) -> None:
         for name in names:
             with monkeypatch.context() as patch:
                 kept = keep_batches(patch, folder) if "documents" in name else []
-                RUNS[name](folder / name, corpus)
-            result[name] = digest(sessions[-1])
+                told = RUNS[name](folder / name, corpus)
+            result[name] = {"told": told} if isinstance(told, str) else digest(sessions[-1])
             own[name] = {"batches": kept, "epochs": sessions[-1].loader.epochs} if kept else {}
     dist.destroy_process_group()
     # Behind a mark: rank 0 prints its progress too.

@@ -156,3 +156,12 @@ def test_checkpointing_keeps_the_inputs_and_one_layer():
     assert kept_bytes(config, 4, checkpointing=True) == 4 * 4 * 64 + depth
     plain = training_memory(config, 8, rows=3)
     assert plain.activations > training_memory(config, 8, rows=3, checkpointing=True).activations
+
+
+def test_muon_keeps_one_moment_of_its_matrices() -> None:
+    config = recipe("demo")
+    muon = dataclasses.replace(config, optim=dataclasses.replace(config.optim, name="muon"))
+    model = LoLForCausalLM(config.model)
+    matrices = sum(own.numel() for name, own in model.named_parameters() if "_proj." in name)
+    one, other = (training_memory(run, 1, ROWS).moments for run in (config, muon))
+    assert one - other == 4 * matrices > 0

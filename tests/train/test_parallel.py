@@ -54,6 +54,15 @@ def test_gradients_are_those_of_one_process(results: dict[str, dict[str, Any]], 
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", ["same path", "mixtures", "tied", "no gradient before the core"])
+def test_muon_turns_slices_as_one_process_turns_the_whole(results: dict[str, dict[str, Any]], mode: str, case: str):
+    """Three experts on two ranks too, and a block without gradient, which rests."""
+    found = results[f"{mode}: {case}"]["muon"]
+    assert found["error"] < 1e-12
+    assert [step > 0 for step in found["moved"]] == [block > 0 for block in results[f"{mode}: {case}"]["busy"]]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_the_cases_are_what_their_names_say(results: dict[str, dict[str, Any]], mode: str):
     busy = {case: results[f"{mode}: {case}"]["busy"] for case in CASES}
     assert busy["same path"][3] == 0

@@ -1,6 +1,7 @@
 """Training on two ranks is training in one process: losses, balance, stopping, resuming, and the files."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -53,6 +54,7 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         draw_at_every_step(monkeypatch)
         train(small_config(corpus, model=QUIET), folder / "quiet-one")
         train(small_config(corpus, model=QUIET, precision="bf16"), folder / "bf16-one")
+        train(small_config(corpus, model=QUIET, optim={"name": "muon"}), folder / "muon-one")
         stop_after(monkeypatch, STOP, signal.SIGTERM)
         train(small_config(corpus, model=QUIET), folder / "onward-fsdp2")
     write_documents(folder)
@@ -90,9 +92,10 @@ def test_losses_are_the_committed_ones(folder: Path, run: str):
     assert golden[-1] < 0.5 * golden[0]
 
 
-@pytest.mark.parametrize("run", ["quiet-ddp", "quiet-fsdp2", "checkpointing-fsdp2"])
+@pytest.mark.parametrize("run", ["quiet-ddp", "quiet-fsdp2", "checkpointing-fsdp2", "compiled-ddp", "compiled-fsdp2"])
 def test_one_update_of_the_bias_a_step_from_the_load_of_all(folder: Path, ranks: list[dict[str, Any]], run: str):
-    """Two micro-batches a step; DDP under activation checkpointing too, for a recomputation must not count."""
+    """Two micro-batches a step; DDP under activation checkpointing too, for a recomputation must not count. Compiled,
+    FSDP2 is under activation checkpointing."""
     assert loads(folder / run) == loads(folder / "quiet-one")
     assert losses(folder / run) == pytest.approx(losses(folder / "quiet-one"), abs=1e-5)
     own, expected = (saved_tensors(folder / name, 8) for name in (run, "quiet-one"))
@@ -123,6 +126,7 @@ def test_a_checkpoint_is_the_folder_that_one_process_writes(folder: Path, run: s
         ("stopped-fsdp2", "quiet-fsdp2"),
         ("documents-stopped-ddp", "documents-ddp"),
         ("documents-stopped-workers-fsdp2", "documents-workers-fsdp2"),
+        ("muon-stopped", "muon-fsdp2"),
     ],
 )
 def test_a_signal_to_one_rank_stops_all_and_the_resumed_run_is_the_same(
@@ -132,6 +136,39 @@ def test_a_signal_to_one_rank_stops_all_and_the_resumed_run_is_the_same(
     assert len(timeless(folder / f"{run}-kept")) < len(timeless(folder / without))
     assert_same_run(folder / run, folder / without, 8)
     assert ranks[0][run] == ranks[1][run]
+
+
+@pytest.mark.parametrize("run", ["muon-ddp", "muon-fsdp2"])
+@pytest.mark.usefixtures("ranks")
+def test_muon_on_ranks_is_muon_in_one_process(folder: Path, run: str):
+    """Three blocks on two ranks. Gradients of another order of sums may round to another bfloat16 in its products."""
+    assert losses(folder / run) == pytest.approx(losses(folder / "muon-one"), abs=1e-5)
+    assert losses(folder / run) != pytest.approx(losses(folder / "quiet-one"), abs=1e-2)
+    momenta = [
+        {name: tensor.shape for name, tensor in saved_tensors(folder / name, 8).items() if "momentum_buffer" in name}
+        for name in (run, "muon-one")
+    ]
+    assert momenta[0] == momenta[1]
+    assert len(momenta[0]) == 21
+
+
+@pytest.mark.parametrize(
+    ("run", "what", "loss"), [("nan-loss-ddp", "the loss", "nan"), ("nan-gradient-fsdp2", "the gradient", r"\d.\d+")]
+)
+def test_all_ranks_stop_at_a_number_that_is_none_and_say_where(
+    folder: Path, ranks: list[dict[str, Any]], run: str, what: str, loss: str
+):
+    told = ranks[0][run]["told"]
+    assert told == ranks[1][run]["told"]
+    place = 2 if what == "the loss" else 1
+    assert re.match(
+        rf"step 5: the loss is {loss} and the gradient's norm nan; .* checkpoint before is \S+step-00000003. Where it "
+        rf'begins: rank 1, micro-batch {place} of 2: {what}, row 1 of its 1, the first of which begins "\w',
+        told,
+    ), told
+    assert "rank 0" not in told
+    assert [record["step"] for record in read_metrics(folder / run)] == [1, 2, 3, 4, 4]
+    assert [path.name for path in (folder / run / "checkpoints").iterdir()] == ["step-00000003"]
 
 
 def test_ranks_draw_noise_of_their_own():

@@ -67,6 +67,7 @@ def block_update(
     x: Float[Tensor, "*tokens d"],
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     film: Film | None = None,
+    gate: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Float[Tensor, "*tokens d"]:
     """E(x) - x of the pre-norm block E(x) = h + SwiGLU(norm(h)), h = x + Attn(norm(x)).
 
@@ -75,12 +76,18 @@ def block_update(
         x: The residual stream.
         attend: Maps projected queries, keys and values (*tokens, d) to the heads' joined outputs (*tokens, d).
         film: Modulation of both norms, or `None`.
+        gate: `swiglu` in another form; `None` is itself.
     """
     attention = attention_update(parts, x, attend, film)
     normed = parts.mlp_norm(x + attention)
     if film is not None:
         normed = normed * (1 + film.mlp_scale) + film.mlp_shift
-    return attention + parts.down_proj(F.silu(parts.gate_proj(normed)) * parts.up_proj(normed))
+    return attention + parts.down_proj((gate or swiglu)(parts.gate_proj(normed), parts.up_proj(normed)))
+
+
+def swiglu(gate: Float[Tensor, "*tokens h"], up: Float[Tensor, "*tokens h"]) -> Float[Tensor, "*tokens h"]:
+    """SwiGLU between its projections."""
+    return F.silu(gate) * up
 
 
 def attention_update(
@@ -229,6 +236,18 @@ class Block(FixedLayer):
         position_ids: Int[Tensor, "B n"],
         cache: Cache | None = None,
     ) -> Float[Tensor, "B n d"]:
+        return self.compute(x, rotary, attention_mask, position_ids, cache)
+
+    def compute(
+        self,
+        x: Float[Tensor, "B n d"],
+        rotary: Rotary,
+        attention_mask: Any,
+        position_ids: Int[Tensor, "B n"],
+        cache: Cache | None,
+    ) -> Float[Tensor, "B n d"]:
+        """The layer itself. By itself, because `forward` is what activation checkpointing and FSDP2 wrap, and
+        `lol.train.compiled` compiles what is inside of it."""
         attend = partial(
             self.attend, rotary=rotary, attention_mask=attention_mask, position_ids=position_ids, cache=cache
         )

@@ -25,7 +25,7 @@ from lol.errors import UserError
 from lol.model.attention import AttentionShape, window_attention
 from lol.model.carry import DepthPass
 from lol.model.config import LoLConfig
-from lol.model.layers import BlockParts, Film, block_update, rms_normalize
+from lol.model.layers import BlockParts, Film, block_update, rms_normalize, swiglu
 from lol.model.windows import WindowLayout, Windows, line_up
 
 NORMS = ("attn_norm", "mlp_norm")
@@ -104,6 +104,8 @@ class Dispatch(GradientCheckpointingLayer):
         super().__init__()
         self.config = config
         self.form: Literal["grouped", "loop"] = "grouped"
+        # The elementwise work of the blocks, for which `lol.train.compiled` has a compiled form.
+        self.normalize, self.gate = rms_normalize, swiglu
 
     def forward(
         self,
@@ -161,9 +163,10 @@ class Dispatch(GradientCheckpointingLayer):
         used = [block for block, count in enumerate(counts) if count]
         parts = self._parts(shelf, used, [counts[block] for block in used])
         if len(used) == 1:
-            return block_update(parts, state, self._attention(windows, past), film)
+            return block_update(parts, state, self._attention(windows, past), film, self.gate)
         order = layout.group(expert)
-        return order.restore(block_update(parts, order.arrange(state), self._attention(order.windows, past), film))
+        attend = self._attention(order.windows, past)
+        return order.restore(block_update(parts, order.arrange(state), attend, film, self.gate))
 
     def _run_loop(self, state: Tensor, shelf: Shelf, layout: WindowLayout, expert: Tensor, film: Film | None) -> Tensor:
         update = torch.zeros_like(state)
@@ -174,7 +177,7 @@ class Dispatch(GradientCheckpointingLayer):
             index = chosen[layout.window_of_token].nonzero().squeeze(1)
             attend = self._attention(line_up(layout.windows.length[chosen]))
             parts = self._parts(shelf, [block], [index.numel()])
-            own = block_update(parts, state[index], attend, film)
+            own = block_update(parts, state[index], attend, film, self.gate)
             update = update.index_copy(0, index, own.to(update.dtype))
         return update
 
@@ -183,7 +186,7 @@ class Dispatch(GradientCheckpointingLayer):
         eps = self.config.rms_norm_eps
 
         def scale(name: str, x: Tensor) -> Tensor:
-            normed = rms_normalize(x, eps)
+            normed = self.normalize(x, eps)
             if len(blocks) == 1:
                 return normed * shelf[name][blocks[0]]
             runs = normed.split(counts)

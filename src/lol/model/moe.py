@@ -107,9 +107,21 @@ class MoEBlock(FixedLayer):
         cache: Cache | None = None,
     ) -> tuple[Float[Tensor, "B n d"], Float[Tensor, "B n E"], Int[Tensor, "B n k"]]:
         """The state after the layer, the router's raw scores, and the experts of each token."""
+        x, normed = self.compute(x, rotary, attention_mask, position_ids, cache)
+        update, logits, expert = self.moe(normed)
+        return x + update, logits, expert
+
+    def compute(
+        self,
+        x: Float[Tensor, "B n d"],
+        rotary: Rotary,
+        attention_mask: Any,
+        position_ids: Int[Tensor, "B n"],
+        cache: Cache | None,
+    ) -> tuple[Float[Tensor, "B n d"], Float[Tensor, "B n d"]]:
+        """The layer up to its experts: the state, and its norm. As in `Block`."""
         attend = partial(
             self.attend, rotary=rotary, attention_mask=attention_mask, position_ids=position_ids, cache=cache
         )
         x = x + attention_update(self, x, attend)
-        update, logits, expert = self.moe(self.mlp_norm(x))
-        return x + update, logits, expert
+        return x, self.mlp_norm(x)

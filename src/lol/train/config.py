@@ -49,8 +49,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with linear warm-up and a cosine down to a floor."""
+    """AdamW or Muon, with linear warm-up and a cosine down to a floor."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon is for the blocks' projections, each block's by itself; everything else keeps AdamW."""
     learning_rate: float = 3e-4
     """At its peak, after the warm-up."""
     final_learning_rate: float = 0.1
@@ -61,6 +63,8 @@ class OptimConfig:
     """Decay of AdamW's two moments."""
     eps: float = 1e-8
     """AdamW's epsilon."""
+    momentum: float = 0.95
+    """Muon's, by Nesterov's rule."""
     weight_decay: float = 0.1
     """On matrices only: norms, biases, depth embeddings, FiLM and injection take none."""
     clip_norm: float = 1.0
@@ -159,6 +163,8 @@ class TrainConfig:
     """bf16 computes products in bfloat16; weights, moments, routing, norms and attention on a CPU stay float32."""
     activation_checkpointing: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Compute layers and depths again in the backward pass, in place of keeping what they computed."""
+    compile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Compile prelude, coda and the library's elementwise work with torch.compile; the first steps take longer."""
     checkpoint_every: int = 1000
     """Steps between checkpoints; 0 writes only the last one."""
     keep_checkpoints: int = 2
@@ -172,6 +178,8 @@ class TrainConfig:
                 raise UserError(f"{place} must be {fix}, not {value}")
         if not all(0 <= beta < 1 for beta in self.optim.betas):
             raise UserError(f"optim.betas must be two numbers from 0 to below 1, not {self.optim.betas}")
+        if not 0 <= self.optim.momentum < 1:
+            raise UserError(f"optim.momentum must be from 0 to below 1, not {self.optim.momentum}")
         for name, budget in dataclasses.asdict(self.budget).items():
             if budget is not None and not 0 < budget < math.inf:
                 raise UserError(f"budget.{name} must be positive and finite, or None for no budget, not {budget}")

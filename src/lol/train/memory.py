@@ -2,7 +2,8 @@
 
 On each of N GPUs, with P parameters:
 
-- weights, gradients and AdamW's two moments, in float32 slices: 4, 4 and 8 bytes x P / N.
+- weights, gradients and AdamW's two moments, in float32 slices: 4, 4 and 8 bytes x P / N. Muon keeps one moment of
+  its matrices: 4 bytes of those less.
 - gathered: what FSDP2 holds whole, in the products' dtype. The embedding, the head, the library and the small rest stay
   from the forward to the backward pass; of prelude and coda two layers at a time, the next one beside the one that
   runs. The library is gathered once, whatever the depth. Its gradient is whole before it is reduced, twice: as the
@@ -83,10 +84,13 @@ def training_memory(
     # Rounded up: the GPU with the largest slice.
     share = -(-counts.total // world_size)
     tokens = rows * config.data.context_length
+    of_muon = 0
+    if config.optim.name == "muon":
+        of_muon = sum(counts.parts[part].matrices for part in ("prelude", "library", "coda")) // world_size
     return TrainingMemory(
         weights=4 * share,
         gradients=4 * share,
-        moments=8 * share,
+        moments=8 * share - 4 * of_muon,
         gathered=_gathered(config.model, world_size, size),
         activations=round(tokens * kept_bytes(config, size, checkpointing)),
         logits=tokens * 12 * (config.model.vocab_size + config.model.hidden_size),

@@ -6,23 +6,31 @@ import torch
 from torch import nn
 
 from lol.train.config import OptimConfig
+from lol.train.muon import MuonAdamW
 
 # Parts whose weights are no matrices to be kept small, though some are stacked to two axes.
 _NO_DECAY = ("norm", "bias", "depth_embedding", "filler_embedding", "film", "injection")
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only, in one kernel for all parameters.
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer of all parameters, with weight decay on matrices only.
 
-    The library is one stack, so a block that no window chose has a gradient of 0, not none: AdamW still decays it and
-    lets its moments fade.
+    `adamw` is torch's, in one kernel for all parameters. The library is one stack, so a block that no window chose has
+    a gradient of 0, not none: AdamW still decays it and lets its moments fade. `muon` takes the projections of
+    attention and feed-forward, in prelude, library and coda, and leaves the rest to AdamW; it lets such a block rest.
     """
-    decayed, others = [], []
+    projections, decayed, others = [], [], []
     for name, parameter in model.named_parameters():
         is_matrix = parameter.ndim >= 2 and not any(part in name for part in _NO_DECAY)
-        (decayed if is_matrix else others).append(parameter)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+        if config.name == "muon" and "_proj." in name:
+            projections.append(parameter)
+        else:
+            (decayed if is_matrix else others).append(parameter)
+    decay, shared = config.weight_decay, {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
+    groups = [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    if config.name == "muon":
+        return MuonAdamW(projections, groups, momentum=config.momentum, weight_decay=decay, **shared)
+    return torch.optim.AdamW(groups, fused=True, **shared)
 
 
 def learning_rate_at(step: int, steps: int, config: OptimConfig) -> float:

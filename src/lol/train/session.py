@@ -16,6 +16,7 @@ from lol.errors import UserError
 from lol.model.lm import LoLForCausalLM
 from lol.train.budget import Plan, plan_run
 from lol.train.checkpoint import load_checkpoint, save_checkpoint
+from lol.train.compiled import compile_blocks
 from lol.train.config import TrainConfig, as_json
 from lol.train.corpus import find_tokenizer, model_config, open_sides
 from lol.train.optim import make_optimizer
@@ -71,6 +72,8 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None, world: Worl
     if config.activation_checkpointing:
         model.activation_checkpointing_enable()
     module = parallelize(model, config.parallel, world, config.precision)
+    if config.compile:
+        compile_blocks(model)
     session = Session(
         config=config,
         run=run,

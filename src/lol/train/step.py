@@ -13,6 +13,7 @@ from lol.errors import UserError
 from lol.model.lm import count_targets
 from lol.train.balance import auxiliary_coefficient, batch_loss, document_losses, update_biases
 from lol.train.config import TrainConfig
+from lol.train.nonfinite import explain_non_finite
 from lol.train.optim import learning_rate_at
 from lol.train.parallel import autocast, clip_gradients, passes_on
 from lol.train.session import Session
@@ -49,21 +50,14 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
     loss, entropy = torch.zeros((), device=model.device), torch.zeros((), device=model.device)
     load = torch.zeros(depth, config.model.num_experts, dtype=torch.long, device=model.device)
     moe_load = None
-    for index, batch in enumerate(batches):
-        own = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    own = [{name: tensor.to(model.device) for name, tensor in batch.items()} for batch in batches]
+
+    def run_pass(index: int) -> tuple[Any, Tensor]:
+        return _forward(session, own[index], index, depth, targets, documents, passes)
+
+    for index in range(len(batches)):
         with passes_on(session.module, last=index == len(batches) - 1):
-            with autocast(config.precision, world.device):
-                output = session.module(
-                    **own,
-                    labels=own["input_ids"],
-                    num_depths=depth,
-                    backprop_depth=config.growth.backprop_depth,
-                    first_window_full_backprop=config.growth.first_window_full_backprop,
-                    generator=noise_generator(config.seed, step, index, world.rank),
-                    output_router_logits=True,
-                    num_items_in_batch=targets,
-                )
-                total = output.loss + _balance_loss(output, config, documents, passes)
+            output, total = run_pass(index)
             total.backward()
         loss += output.loss.detach()
         load += output.routing.load
@@ -74,11 +68,7 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
     moe_load = moe_loads[0] if moe_loads else None
     norm = clip_gradients(model.parameters(), config.optim.clip_norm or float("inf"))
     if not torch.isfinite(loss) or not torch.isfinite(norm):
-        raise UserError(
-            f"step {step + 1}: the loss is {loss.item():.4g} and the gradient's norm {norm.item():.4g}; training stops "
-            "before the weights are touched. Resume from the last checkpoint, with a lower --optim.learning-rate in a "
-            "new run"
-        )
+        raise UserError(explain_non_finite(session, own, run_pass, loss.item(), norm.item()))
     session.optimizer.step()
     session.optimizer.zero_grad(set_to_none=True)
     update_biases(model.model, load, moe_load, config.balance, step, plan.steps)
@@ -110,6 +100,25 @@ def _own_rows(
         return [world.rows(batch) for batch in batches], targets, documents
     [counts] = world.add_up(torch.tensor([targets, documents], device=world.device))
     return batches, *counts.tolist()
+
+
+def _forward(
+    session: Session, own: Mapping[str, Tensor], index: int, depth: int, targets: int, documents: int, passes: int
+) -> tuple[Any, Tensor]:
+    """The forward pass of this rank's rows of a micro-batch: the output, and its share of the step's whole loss."""
+    config = session.config
+    with autocast(config.precision, session.world.device):
+        output = session.module(
+            **own,
+            labels=own["input_ids"],
+            num_depths=depth,
+            backprop_depth=config.growth.backprop_depth,
+            first_window_full_backprop=config.growth.first_window_full_backprop,
+            generator=noise_generator(config.seed, session.step, index, session.world.rank),
+            output_router_logits=True,
+            num_items_in_batch=targets,
+        )
+        return output, output.loss + _balance_loss(output, config, documents, passes)
 
 
 def _balance_loss(output: Any, config: TrainConfig, documents: int, passes: int) -> Tensor | float:

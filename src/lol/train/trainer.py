@@ -27,7 +27,7 @@ from lol.train.session import Session, prepare, save
 from lol.train.step import draw_batches, take_step
 
 # What a resumed run may change: it decides what is kept and shown, and where and when it is computed, not what.
-MAY_DIFFER = ("checkpoint_every", "keep_checkpoints", "eval.ngrams", "parallel", "activation_checkpointing")
+MAY_DIFFER = ("checkpoint_every", "keep_checkpoints", "eval.ngrams", "parallel", "activation_checkpointing", "compile")
 
 
 @dataclass(frozen=True)
