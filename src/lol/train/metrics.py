@@ -10,12 +10,21 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lol.errors import UserError
 
 FILE = "metrics.jsonl"
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """What gets every record that a log writes."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def flush(self) -> None: ...
 
 
 class MetricsLog:
@@ -24,10 +33,11 @@ class MetricsLog:
     Every record has an int "step". Write a step's records *before* its checkpoint: `trim_metrics` keeps what is at or
     before the checkpoint's step. Each line goes to the operating system at once, so a killed process loses nothing;
     call `sync` at a checkpoint, so that a power cut loses nothing before it either. Where several processes train
-    together, one writes.
+    together, one writes. `also` gets every record that is written.
     """
 
-    def __init__(self, run: Path, writes: bool = True) -> None:
+    def __init__(self, run: Path, writes: bool = True, also: Listener | None = None) -> None:
+        self._also = also
         self._file = (run / FILE).open("a", encoding="utf-8") if writes else None
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -40,11 +50,15 @@ class MetricsLog:
             return
         self._file.write(json.dumps(json_safe(record), allow_nan=False) + "\n")
         self._file.flush()
+        if self._also is not None:
+            self._also.write(record)
 
     def sync(self) -> None:
         """Wait until the lines are on the disk."""
         if self._file is not None:
             os.fsync(self._file.fileno())
+        if self._also is not None:
+            self._also.flush()
 
     def close(self) -> None:
         if self._file is not None:
