@@ -59,7 +59,7 @@ class WandB:
             )
         except wandb.Error as error:
             raise UserError(
-                f"W&B does not start ({error}): run wandb login, or set WANDB_MODE=offline to write the run folder alone"
+                f"W&B does not start ({error}): run wandb login, or set WANDB_MODE=offline to write files alone"
             ) from error
 
     @property
@@ -96,7 +96,7 @@ def last_step(file: Path) -> int:
     """
     last = 0
     for message in _messages(file.read_bytes()):
-        record = protocol.Record()
+        record = protocol.Record()  # pyright: ignore[reportAttributeAccessIssue]
         record.ParseFromString(message)
         if record.WhichOneof("record_type") == "history":
             last = max(last, record.history.step.num)
