@@ -52,11 +52,11 @@ def screen(state: RunState, console: Console, height: int | None = None) -> Rend
 
 def lines(state: RunState) -> list[str]:
     """The newest state in plain sentences, for a pipe or a file."""
-    share = state.load.mean(0) if len(state.load) else []
+    ran = state.load[state.load.sum(1) > 0]
     found = [_headline(state).plain, _where(state), _losses(state).plain]
     found += [f"{name}: {value}" for name, value in _numbers(state)]
-    if len(share):
-        found.append("load of the blocks, %: " + " ".join(f"{100 * part:.0f}" for part in share))
+    if len(ran):
+        found.append("load of the blocks, %: " + " ".join(f"{100 * share:.0f}" for share in ran.mean(0)))
     return found
 
 
@@ -87,8 +87,9 @@ def draw_chart(series: Sequence[tuple[Points, str]], width: int, height: int, pl
         drops = (high - np.interp(between, places, values).clip(low, high)) / max(high - low, 1e-9) * (rows - 1)
         before = round(drops[0])
         for column, row in zip(between.tolist(), drops.round().astype(int).tolist(), strict=True):
-            # From the dot before, so that a steep curve is a line.
-            for dot in range(min(row, before), max(row, before) + 1):
+            # From behind the dot before, so that a steep curve is a line.
+            way = 1 if row > before else -1
+            for dot in range(before + way, row + way, way) if row != before else [row]:
                 dots[number, dot // down, column // across] |= _BRAILLE[column % across][dot % down]
             before = row
     drawn = []
@@ -146,7 +147,7 @@ def _headline(state: RunState) -> Text:
         "waiting": "no step yet",
         "training": "training",
         "stopped": "stopped; lol train --resume goes on",
-        "finished": f"finished in {duration((state.summary or {}).get('seconds', 0))}",
+        "finished": f"finished in {duration(float((state.summary or {}).get('seconds', 0)))}",
     }
     text.append(words[state.status], style=f"not bold {style}")
     return text

@@ -81,7 +81,7 @@ class RunState:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take the next record of metrics.jsonl."""
-        step, event = record["step"], record.get("event")
+        step, event = float(record["step"]), record.get("event")
         if event == "summary":
             self.summary = record
         elif event == "eval":
@@ -89,7 +89,7 @@ class RunState:
         elif event == "train":
             self.losses.append((step, record["loss"]))
             self.entropy.append((step, record["router_entropy"]))
-            self.depths.append((step, record["depth"]))
+            self.depths.append((step, float(record["depth"])))
             if record["load"]:
                 self._loads.append(record["load"])
             if self.config is not None:
