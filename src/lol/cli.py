@@ -23,8 +23,7 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   train          train a model, or go on with a run
       lol train --recipe demo --run runs/demo
       lol train --run runs/mine --data my-text.txt --steps 500
-  watch          draw a run in the terminal while it trains
-      lol watch runs/demo
+  watch          draw a run while it trains: lol watch runs/demo
   recipe list    the recipes: the article's runs, their partners, their twins
   recipe show    all that a recipe decides: lol recipe show math-1b
   generate       continue a prompt, or what you type; --path forces blocks
