@@ -46,7 +46,8 @@ FLAGS += ["--data.document-chars", "40", "--data.held-out-fraction", "0.2", "--e
 # A command run in this process: exit code, standard output, standard error. The fixture `lol` is one.
 Lol = Callable[..., tuple[int, str, str]]
 
-TIMES = {"seconds", "tokens_per_second"}
+# What the machine decides, not the run.
+OF_THE_MACHINE = {"seconds", "tokens_per_second", "peak_memory_bytes"}
 
 
 def write_corpus(file: Path, documents: int = 80) -> Path:
@@ -134,7 +135,7 @@ def saved_tensors(run: Path, step: int) -> dict[str, Tensor]:
 
 
 def assert_same_run(one: Path, other: Path, step: int) -> None:
-    """Checkpoints of the same bits, training states and records that differ in times only."""
+    """Checkpoints of the same bits, training states and records that differ in times and memory only."""
     tensors, others = saved_tensors(one, step), saved_tensors(other, step)
     assert tensors.keys() == others.keys()
     assert [name for name in tensors if not torch.equal(tensors[name], others[name])] == []
@@ -150,8 +151,8 @@ def assert_same_run(one: Path, other: Path, step: int) -> None:
 
 
 def timeless(run: Path) -> list[dict[str, Any]]:
-    """The records of a run without what a clock decided."""
-    return [{key: value for key, value in record.items() if key not in TIMES} for record in read_metrics(run)]
+    """The records of a run without what the machine decides."""
+    return [{key: value for key, value in record.items() if key not in OF_THE_MACHINE} for record in read_metrics(run)]
 
 
 def main(run: Path, order: dict[str, Any]) -> None:

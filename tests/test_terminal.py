@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +14,8 @@ from lol.generate import Window, generate_text
 from lol.paths.colors import block_colors
 from lol.paths.record import record_paths
 from lol.train.loading import load_model
-from small_run import Lol, environment
+from pty_session import Session
+from small_run import Lol
 
 # A step of the model under the checks of types takes most of the time of these tests.
 NEW = 5
@@ -232,38 +228,6 @@ def test_ctrl_c_at_the_prompt_leaves(lol: Lol, varied: Path, monkeypatch: pytest
 
 
 # --- On a real terminal
-
-
-class Session:
-    """A program on a pseudo terminal."""
-
-    def __init__(self, *args: object):
-        self.master, slave = pty.openpty()
-        surroundings = environment() | {"TERM": "xterm-256color", "COLUMNS": "80"}
-        surroundings.pop("NO_COLOR", None)
-        command = [sys.executable, "-m", "lol", *map(str, args)]
-        ends = {"stdin": slave, "stdout": slave, "stderr": slave}
-        self.child = subprocess.Popen(command, env=surroundings, start_new_session=True, **ends)
-        os.close(slave)
-        self.seen = ""
-
-    def wait_for(self, text: str) -> str:
-        """Read until the text comes; returns what came with it."""
-        came, until = "", time.monotonic() + 120
-        while text not in came:
-            assert time.monotonic() < until, came
-            came += os.read(self.master, 4096).decode(errors="replace")
-        self.seen += came
-        return came
-
-    def type(self, keys: str) -> None:
-        os.write(self.master, keys.encode())
-
-    def leave(self, keys: str) -> int:
-        self.type(keys)
-        code = self.child.wait(timeout=60)
-        os.close(self.master)
-        return code
 
 
 @pytest.mark.slow

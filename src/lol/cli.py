@@ -23,6 +23,7 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   train          train a model, or go on with a run
       lol train --recipe demo --run runs/demo
       lol train --run runs/mine --data my-text.txt --steps 500
+  watch          draw a run while it trains: lol watch runs/demo
   recipe list    the recipes: the article's runs, their partners, their twins
   recipe show    all that a recipe decides: lol recipe show math-1b
   generate       continue a prompt, or what you type; --path forces blocks
@@ -253,6 +254,13 @@ def recipe_show(args: list[str]) -> int:
     return _write_numbers(_parse(RecipeShow, "recipe show", args), show_recipe)
 
 
+def watch(args: list[str]) -> int:
+    from lol.experiments.watch import Watch
+    from lol.experiments.watch import watch as run_watch
+
+    return run_watch(_parse(Watch, "watch", args))
+
+
 def bench_core(args: list[str]) -> int:
     from lol.bench.core import BenchCore, bench
 
@@ -274,6 +282,7 @@ def _write_numbers(command: Any, verb: Callable[[Any], dict[str, Any]]) -> int:
 
 VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("train",): train,
+    ("watch",): watch,
     ("recipe", "list"): recipe_list,
     ("recipe", "show"): recipe_show,
     ("generate",): generate,

@@ -8,7 +8,7 @@ from typing import NoReturn
 import pytest
 
 from lol.errors import UserError
-from lol.train.metrics import MetricsLog, read_metrics, trim_metrics
+from lol.train.metrics import MetricsLog, MetricsTail, read_metrics, trim_metrics
 
 
 def refuse(constant: str) -> NoReturn:
@@ -77,3 +77,29 @@ def test_bad_records_and_files_are_named(tmp_path: Path) -> None:
         read_metrics(tmp_path)
     with pytest.raises(UserError, match="cannot be read"):
         read_metrics(tmp_path / "none")
+
+
+def test_a_tail_reads_what_grows_is_cut_or_is_another_file(tmp_path: Path) -> None:
+    path, tail = tmp_path / "metrics.jsonl", MetricsTail(tmp_path)
+    assert tail.poll() == ([], False)
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert tail.poll() == ([{"step": 1}], False)
+    assert tail.poll() == ([], False)
+    with path.open("a") as file:
+        file.write('ss": "nan"}\n{"step": 3}\n{"st')
+    records, again = tail.poll()
+    assert ([record["step"] for record in records], again) == ([2, 3], False)
+    # Cut, and longer than it was before anybody looked; cut to a whole record less; gone, and another one.
+    trim_metrics(tmp_path, 1)
+    with path.open("a") as file:
+        file.writelines(f'{{"step": {step}, "note": "another"}}\n' for step in (2, 3))
+    records, again = tail.poll()
+    assert ([record["step"] for record in records], again) == ([1, 2, 3], True)
+    trim_metrics(tmp_path, 2)
+    records, again = tail.poll()
+    assert ([record["step"] for record in records], again) == ([1, 2], True)
+    path.unlink()
+    assert tail.poll() == ([], True)
+    path.write_text('{"step": 1}\noops\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2, is not JSON"):
+        tail.poll()

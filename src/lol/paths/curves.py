@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+Points = list[tuple[float, float]]
+"""(step, value)."""
+
 
 @dataclass(frozen=True)
 class Curves:

@@ -13,6 +13,7 @@ from lol.model.config import LoLConfig
 
 Parallel = Literal["none", "ddp", "fsdp2", "hsdp"]
 Precision = Literal["float32", "bf16"]
+Tracker = Literal["tensorboard", "wandb"]
 _SOURCES = "SOURCE | SOURCE[=WEIGHT] SOURCE[=WEIGHT] ..."
 
 
@@ -169,6 +170,9 @@ class TrainConfig:
     """Steps between checkpoints; 0 writes only the last one."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
+    tracking: tuple[Tracker, ...] = ()
+    """Where the metrics go beside metrics.jsonl: tensorboard, wandb (Weights & Biases; offline unless WANDB_MODE says
+    otherwise) or both, each an extra of the package."""
 
     def __post_init__(self) -> None:
         for place, (least, most) in _RANGES.items():
@@ -276,7 +280,7 @@ def from_json(values: dict[str, Any]) -> TrainConfig:
         }
         if "model" in values:
             built["model"] = LoLConfig(**values["model"])
-        return TrainConfig(**built)
+        return TrainConfig(**_with_tuples(built))
     except TypeError as error:
         raise UserError(
             f"this configuration is of another version of lol ({error}): use the lol that wrote it"
@@ -284,5 +288,5 @@ def from_json(values: dict[str, Any]) -> TrainConfig:
 
 
 def _with_tuples(section: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no tuples, and no field of these sections is a list."""
+    """JSON has no tuples, and no field of a configuration is a list."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in section.items()}

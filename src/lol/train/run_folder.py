@@ -83,6 +83,27 @@ def open_run(run: Path, config: Mapping[str, Any], *, resume: bool, may_differ: 
     return folder
 
 
+def is_trained_in(run: Path) -> bool | None:
+    """Whether the process that last locked the folder lives; None where that cannot be told from this machine.
+
+    The lock itself is left alone: who tries it, if only for a moment, keeps a starting run out.
+    """
+    try:
+        holder = (run / _LOCK).read_text(errors="replace").split()
+        process, host = int(holder[1]), holder[3]
+    except (OSError, ValueError, IndexError):
+        return None
+    if host != socket.gethostname():
+        return None
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def _check_contents(run: Path, resume: bool) -> None:
     if run.exists() and not run.is_dir():
         raise UserError(f"{run} is a file; choose a folder as --run")

@@ -16,6 +16,7 @@ from lol.train.config import TrainConfig
 from lol.train.nonfinite import explain_non_finite
 from lol.train.optim import learning_rate_at
 from lol.train.parallel import autocast, clip_gradients, passes_on
+from lol.train.peak_memory import peak_memory
 from lol.train.session import Session
 
 
@@ -64,8 +65,14 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
         if output.moe_routing is not None:
             moe_load = output.moe_routing.load if moe_load is None else moe_load + output.moe_routing.load
         entropy += _router_entropy(output) / passes
-    loss, load, entropy, *moe_loads = world.add_up(loss, load, entropy, *([] if moe_load is None else [moe_load]))
+    # A column for each rank, zero but for its own: the sum is all of them, of which the highest is logged.
+    memory = torch.zeros(2, world.size, dtype=torch.long, device=model.device)
+    memory[:, world.rank] = torch.tensor(peak_memory(world.device))
+    loss, load, entropy, memory, *moe_loads = world.add_up(
+        loss, load, entropy, memory, *([] if moe_load is None else [moe_load])
+    )
     moe_load = moe_loads[0] if moe_loads else None
+    host_bytes, gpu_bytes = memory.amax(1).tolist()
     norm = clip_gradients(model.parameters(), config.optim.clip_norm or float("inf"))
     if not torch.isfinite(loss) or not torch.isfinite(norm):
         raise UserError(explain_non_finite(session, own, run_pass, loss.item(), norm.item()))
@@ -75,7 +82,7 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
     session.step += 1
     session.tokens += config.tokens_per_step
     session.flops += plan.flops(step)
-    return {
+    record = {
         "event": "train",
         "step": session.step,
         "loss": loss.item(),
@@ -86,7 +93,9 @@ def take_step(session: Session, batches: Sequence[Mapping[str, Tensor]]) -> dict
         "grad_norm": norm.item(),
         "load": load.tolist(),
         "router_entropy": entropy.item(),
-    } | ({} if moe_load is None else {"moe_load": moe_load.tolist()})
+        "peak_memory_bytes": host_bytes,
+    } | ({"peak_gpu_memory_bytes": gpu_bytes} if gpu_bytes else {})
+    return record if moe_load is None else record | {"moe_load": moe_load.tolist()}
 
 
 def _own_rows(

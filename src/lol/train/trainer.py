@@ -25,9 +25,18 @@ from lol.train.progress import Progress, shorten
 from lol.train.run_folder import CHECKPOINTS, open_run
 from lol.train.session import Session, prepare, save
 from lol.train.step import draw_batches, take_step
+from lol.train.tracking import check_trackers, open_tracking
 
 # What a resumed run may change: it decides what is kept and shown, and where and when it is computed, not what.
-MAY_DIFFER = ("checkpoint_every", "keep_checkpoints", "eval.ngrams", "parallel", "activation_checkpointing", "compile")
+MAY_DIFFER = (
+    "checkpoint_every",
+    "keep_checkpoints",
+    "eval.ngrams",
+    "parallel",
+    "activation_checkpointing",
+    "compile",
+    "tracking",
+)
 
 
 @dataclass(frozen=True)
@@ -62,18 +71,21 @@ def train(config: TrainConfig, run: Path, *, resume: bool = False, bar: bool | N
             )
 
         def open_folder() -> Path | None:
+            check_trackers(config.tracking)
             stack.enter_context(_run_folder(config, run, resume))
             return _newest(run) if resume else None
 
         session = prepare(config, run, world.from_main(open_folder), world)
         if world.is_main:
             trim_metrics(run, session.step)
-        log = stack.enter_context(MetricsLog(run, writes=world.is_main))
+        tracking = stack.enter_context(open_tracking(config, run, session.step)) if world.is_main else None
+        log = stack.enter_context(MetricsLog(run, writes=world.is_main, also=tracking))
         console = None if world.is_main else Console(quiet=True)
         progress = stack.enter_context(
             Progress(session.plan.steps, session.step, enabled=bar, work=session.plan.flops, console=console)
         )
-        progress.note(_describe(session))
+        for line in [_describe(session), *(tracking.places if tracking else [])]:
+            progress.note(line)
         stopped_by = run_steps(session, log, progress)
         if stopped_by is not None:
             return Outcome(run, session.step, None, stopped_by, world.is_main)
