@@ -13,7 +13,15 @@ from lol.data.tokenizer import load_tokenizer
 from lol.errors import UserError
 from lol.model.config import LoLConfig
 from lol.model.lm import LoLForCausalLM
-from lol.train.checkpoint import MANIFEST, find_damage, newest_checkpoint, no_progress_bar
+from lol.train.checkpoint import (
+    MANIFEST,
+    find_damage,
+    has_shards,
+    newest_checkpoint,
+    no_progress_bar,
+    saved_weights,
+)
+from lol.train.restore import restore_weights
 from lol.train.run_folder import CHECKPOINTS
 
 
@@ -25,6 +33,10 @@ def load_model(folder: Path) -> tuple[LoLForCausalLM, PreTrainedTokenizerFast]:
     """
     path = find_checkpoint(folder)
     _check_model_type(folder, path)
+    if has_shards(path):
+        model = LoLForCausalLM(LoLConfig.from_pretrained(path, local_files_only=True))
+        restore_weights(path, model, saved_weights(path))()
+        return model.eval(), load_tokenizer(path)
     try:
         with no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -93,6 +93,14 @@ class World:
             raise UserError(box[1])
         return box[0]
 
+    def from_each(self, own: Any) -> list[Any]:
+        """What every rank has as its `own`, by rank, on every rank; any values that can be pickled."""
+        if self.size == 1:
+            return [own]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own)
+        return found
+
 
 @contextmanager
 def join_world(mode: Parallel) -> Iterator[World]:

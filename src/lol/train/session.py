@@ -91,20 +91,14 @@ def save(session: Session) -> None:
         "rng": rng_state(),
     }
 
-    def write() -> None:
-        save_checkpoint(
-            session.run, session.step, session.model, session.optimizer, state, session.tokenizer,
-            keep=session.config.keep_checkpoints, writes=session.world.is_main,
-        )  # fmt: skip
-
-    if not session.world.is_main:
-        write()
-    # The others wait: one that ended while rank 0 writes would have torchrun end rank 0 too.
-    session.world.from_main(write)
+    save_checkpoint(
+        session.run, session.step, session.model, session.optimizer, state, session.tokenizer,
+        keep=session.config.keep_checkpoints, world=session.world,
+    )  # fmt: skip
 
 
 def _restore(session: Session, checkpoint: Path) -> None:
-    state = load_checkpoint(checkpoint, session.model, session.optimizer)
+    state = load_checkpoint(checkpoint, session.model, session.optimizer, session.world)
     session.loader.load_state_dict(state["loader"])
     set_rng_state(state["rng"])
     for name in ("step", "tokens", "flops", "seconds"):
