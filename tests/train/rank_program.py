@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lol.model.config import LoLConfig
+from lol.model.lm import LoLForCausalLM
 from lol.train import trainer
 from lol.train.config import DataConfig, EvalConfig, GrowthConfig, TrainConfig
 from lol.train.recipes import tiny
@@ -26,6 +27,7 @@ from small_run import MODEL, draw_at_every_step, small_config
 
 QUIET = {"router_noise_max": 0.0}
 STOP = 4
+IDLE = 2
 
 
 def golden_config(corpus: Path, parallel: str = "none") -> TrainConfig:
@@ -71,6 +73,20 @@ def stopped(run: Path, corpus: Path, parallel: str, **changes: Any) -> None:
     trainer.train(config, run, resume=True)
 
 
+def idle(start: Callable[..., None], run: Path, corpus: Path) -> None:
+    """With a block that no window chooses, workers, and the router's noise."""
+
+    def make(config: LoLConfig) -> LoLForCausalLM:
+        model = LoLForCausalLM(config)
+        with torch.no_grad():
+            model.model.router.bias[IDLE] = -1e4  # far below what the noise can add
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lol.train.session.LoLForCausalLM", make)
+        start(run, corpus, "fsdp2", data={"num_workers": 2})
+
+
 def onward(run: Path, corpus: Path, parallel: str) -> None:
     """A run that one process began goes on here; the folder is there already."""
     trainer.train(small_config(corpus, parallel=parallel, model=QUIET), run, resume=True)
@@ -88,6 +104,8 @@ RUNS: dict[str, Start] = {
         run, corpus, "fsdp2", model=QUIET, activation_checkpointing=True
     ),
     "stopped-fsdp2": lambda run, corpus: stopped(run, corpus, "fsdp2", model=QUIET),
+    "straight-idle": lambda run, corpus: idle(straight, run, corpus),
+    "stopped-idle": lambda run, corpus: idle(stopped, run, corpus),
     "onward-fsdp2": lambda run, corpus: onward(run, corpus, "fsdp2"),
     "bf16-fsdp2": lambda run, corpus: straight(run, corpus, "fsdp2", model=QUIET, precision="bf16"),
 }
