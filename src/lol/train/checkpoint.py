@@ -227,11 +227,14 @@ def has_shards(path: Path) -> bool:
 def saved_weights(path: Path) -> Saved:
     """The weights of a checkpoint, or of any folder of safetensors that transformers has written.
 
-    Raises UserError for a file that cannot be read.
+    Raises UserError for a file that cannot be read, and where there is none.
     """
     if has_shards(path):
         return Shards(path / _SHARDS, _WEIGHT)
-    return WholeFiles(sorted(path.glob("model*.safetensors")))
+    files = sorted(path.glob("model*.safetensors"))
+    if not files:
+        raise UserError(f"{path} holds no weights: save the model there with save_pretrained, as safetensors")
+    return WholeFiles(files)
 
 
 def _seal(folder: Path, sums: Mapping[str, Mapping[str, Any]] | None = None) -> None:

@@ -5,7 +5,7 @@ fits only in part changes nothing.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ _NOT_ARCHITECTURE = {"_name_or_path", "architectures", "auto_map", "dtype", "tra
 _SHOWN = 8
 
 
-def check_config(path: Path, model: PreTrainedModel) -> None:
+def check_config(path: Path, model: PreTrainedModel, may_differ: Sequence[str] = ()) -> None:
     """Raise UserError unless the checkpoint's config.json is the model's, naming model_type or the differing fields."""
     saved = json.loads((path / "config.json").read_bytes())
     wanted = model.config.model_type
@@ -36,16 +36,17 @@ def check_config(path: Path, model: PreTrainedModel) -> None:
         [
             f"{field} is {before.get(field, 'absent')} in the checkpoint, {now.get(field, 'absent')} in this model"
             for field in sorted(before.keys() | now.keys())
-            if before.get(field) != now.get(field)
+            if before.get(field) != now.get(field) and field not in may_differ
         ],
         "give the configuration it was saved with",
     )
 
 
-def restore_weights(path: Path, model: PreTrainedModel, saved: Saved) -> Callable[[], None]:
+def restore_weights(path: Path, model: PreTrainedModel, saved: Saved, cast: bool = False) -> Callable[[], None]:
     """Compare names, shapes and dtypes; return the function that copies `saved` into the model's own tensors.
 
-    Raises UserError that names what differs. A tied weight has several names in the model and one in the file.
+    With `cast` floating-point types may differ. A tied weight has several names in the model and one in the file.
+    Raises UserError that names what differs.
     """
     names_of: dict[int, list[str]] = {}
     own = model.state_dict(keep_vars=True)
@@ -59,7 +60,10 @@ def restore_weights(path: Path, model: PreTrainedModel, saved: Saved) -> Callabl
         if not present:
             differences.append(f"{names[0]} is in this model only")
         for name in present:
-            if _kind(kinds[name]) == _kind(own[name]):
+            kind = kinds[name]
+            if cast and kind.is_floating_point() and own[name].is_floating_point():
+                kind = kind.to("meta", own[name].dtype)
+            if _kind(kind) == _kind(own[name]):
                 targets[name] = own[name]
             else:
                 differences.append(

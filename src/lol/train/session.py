@@ -15,6 +15,7 @@ from lol.train.budget import Plan, plan_run
 from lol.train.checkpoint import load_checkpoint, save_checkpoint
 from lol.train.config import TrainConfig, as_json
 from lol.train.corpus import find_tokenizer, model_config, open_sides
+from lol.train.loading import find_model, start_from
 from lol.train.optim import make_optimizer
 from lol.train.parallel import World, parallelize
 from lol.train.state import rng_state, set_rng_state
@@ -52,11 +53,16 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None, world: Worl
     world = world or World()
     data = config.data
     sources, held_out = open_sides(config)
-    tokenizer = world.from_main(lambda: find_tokenizer(config, sources, checkpoint))
+    init = None
+    if config.init is not None and checkpoint is None:
+        init = world.from_main(lambda: find_model(Path(config.init or "")))
+    tokenizer = world.from_main(lambda: find_tokenizer(config, sources, checkpoint, init))
     rows = MixedRows(sources, tokenizer, data.context_length, seed=config.seed, shuffle_buffer=data.shuffle_buffer)
     # Python's and numpy's generators too: what a user adds may draw from them, and a checkpoint keeps them.
     set_seed(config.seed)
     model = LoLForCausalLM(model_config(config, tokenizer))
+    if init is not None:
+        start_from(init, model)
     model.to(world.device)  # pyright: ignore[reportArgumentType]
     if config.activation_checkpointing:
         model.activation_checkpointing_enable()
