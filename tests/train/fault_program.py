@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed import TCPStore
 from lol.errors import UserError
 from lol.train import trainer
 from lol.train.checkpoint import checkpoint_step, newest_checkpoint
-from lol.train.config import TrainConfig
+from lol.train.config import Parallel, TrainConfig
 from lol.train.parallel import join_world
 from lol.train.session import prepare, save
 from ranks import alone
@@ -42,8 +43,11 @@ def fault_config(corpus: Path, runs: str) -> TrainConfig:
     return small_config(corpus, parallel=parallel, steps=STEPS[runs], **changes)
 
 
-def start(work: Callable[[], object], ranks: int, log: Path) -> tuple[list[int], TCPStore | None]:
+def start(
+    work: Callable[[], object], ranks: int, log: Path, local_size: int | None = None
+) -> tuple[list[int], TCPStore | None]:
     """Forked copies of this process at work; their pids, and the store they meet at, to be kept while they live."""
+    local_size = local_size or ranks
     store = None
     shared: dict[str, str] = {}
     if ranks > 1:
@@ -51,7 +55,7 @@ def start(work: Callable[[], object], ranks: int, log: Path) -> tuple[list[int],
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     pids = []
     for rank in range(ranks):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        place = {"RANK": rank, "LOCAL_RANK": rank % local_size, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": local_size}
         pid = os.fork()
         if pid == 0:
             os.environ.update(shared | {name: str(value) for name, value in place.items()} if ranks > 1 else {})
@@ -197,7 +201,8 @@ def full_disk(run: Path, config: TrainConfig) -> dict[str, Any]:
 
 
 def reshard(run: Path, config: TrainConfig) -> list[int | None]:
-    """Two ranks train some steps; four read what they wrote, and write it again: more ranks than blocks."""
+    """Two ranks train some steps; four read what they wrote and write it again, more ranks than blocks; and so do two
+    machines of two ranks that hold the same slices."""
 
     def begin() -> None:
         take_step = trainer.take_step
@@ -211,14 +216,20 @@ def reshard(run: Path, config: TrainConfig) -> list[int | None]:
         trainer.take_step = step_and_stop
         trainer.train(config, run)
 
-    def rewrite() -> None:
-        with join_world(config.parallel) as world:
-            session = prepare(config, run.with_name(f"{run.name}-four"), newest_checkpoint(run), world)
-            save(session)
+    def rewrite(source: str, target: str, parallel: Parallel) -> None:
+        changed = replace(config, parallel=parallel)
+        with join_world(changed.parallel) as world:
+            checkpoint = newest_checkpoint(run.with_name(source))
+            save(prepare(changed, run.with_name(target), checkpoint, world))
 
+    orders: list[tuple[Callable[[], None], int, int]] = [
+        (begin, 2, 2),
+        (lambda: rewrite(run.name, "four", "fsdp2"), 4, 4),
+        (lambda: rewrite("four", "machines", "hsdp"), 4, 2),
+    ]
     codes = []
-    for work, ranks in ((begin, 2), (rewrite, 4)):
-        pids, store = start(work, ranks, run.with_name(f"{run.name}-{ranks}"))
+    for number, (work, ranks, local_size) in enumerate(orders):
+        pids, store = start(work, ranks, numbered(run, number), local_size)
         codes += wait(pids, seconds=60)
         del store
     return codes
@@ -239,7 +250,7 @@ def main(folder: Path, corpus: Path) -> None:
                 "straight-two": straight(folder / "straight-two", two, 2),
                 "two": run_killed(folder / "two", two, 2, KILLS["two"], chance),
                 "disk": full_disk(folder / "disk", two),
-                "reshard": reshard(folder / "reshard", two),
+                "reshard": reshard(folder / "two-ranks", two),
             }
     print("\nresult " + json.dumps(result))
 

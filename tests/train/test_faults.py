@@ -10,6 +10,7 @@ import fault_program
 import pytest
 import torch
 from fault_program import DISK_STEP, KILLS, RESHARD_STEP, STEPS
+from safetensors.torch import load_file
 
 from lol.train.loading import load_model
 from small_run import assert_same_run, environment, saved_tensors
@@ -63,15 +64,18 @@ def test_a_full_disk_stops_all_ranks_with_a_clear_line(found: dict[str, Any]) ->
     assert disk["left"] == ["step-00000001", "step-00000002"]
 
 
-def test_slices_of_two_ranks_are_those_of_four_and_of_none(folder: Path, found: dict[str, Any]) -> None:
+@pytest.mark.parametrize("run", ["four", "machines"])
+def test_slices_of_two_ranks_are_those_of_others_and_of_none(folder: Path, found: dict[str, Any], run: str) -> None:
     assert set(found["reshard"]) == {0}
-    two, four = saved_tensors(folder / "reshard", RESHARD_STEP), saved_tensors(folder / "reshard-four", RESHARD_STEP)
-    files = [
-        len(list((folder / run).glob("checkpoints/step-00000002/shards/*"))) for run in ("reshard", "reshard-four")
-    ]
-    assert files == [2, 4]
-    assert two.keys() == four.keys()
-    assert [name for name in two if not torch.equal(two[name], four[name])] == []
-    model, _ = load_model(folder / "reshard-four")
+    written, again = saved_tensors(folder / "two-ranks", RESHARD_STEP), saved_tensors(folder / run, RESHARD_STEP)
+    assert written.keys() == again.keys()
+    assert [name for name in written if not torch.equal(written[name], again[name])] == []
+    model, _ = load_model(folder / run)
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, two[f"model.safetensors/{name}"]), name
+        assert torch.equal(tensor, written[f"model.safetensors/{name}"]), name
+    # Every rank wrote a part, and nothing is there twice.
+    files = list((folder / run).glob("checkpoints/*/shards/*"))
+    assert len(files) == 4
+    tensors = [tensor for file in files for tensor in load_file(file).values()]
+    whole = [tensor for name, tensor in written.items() if not name.startswith("training.")]
+    assert sum(tensor.numel() for tensor in tensors) == sum(tensor.numel() for tensor in whole)
