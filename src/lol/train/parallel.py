@@ -74,6 +74,14 @@ class World:
         [counts] = self.add_up(torch.tensor([own == choice for choice in choices], device=self.device).long())
         return next((choice for choice, count in zip(choices, counts.tolist(), strict=True) if count), None)
 
+    def gather(self, own: Any) -> list[Any]:
+        """What each rank has as its `own`, by rank, on every rank; any value that can be pickled."""
+        if self.size == 1:
+            return [own]
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, own)
+        return box
+
     def from_main(self, make: Callable[[], Any]) -> Any:
         """What `make` returns on rank 0, which alone calls it, on every rank; any value that can be pickled.
 
@@ -92,14 +100,6 @@ class World:
         if box[1] is not None:
             raise UserError(box[1])
         return box[0]
-
-    def from_each(self, own: Any) -> list[Any]:
-        """What every rank has as its `own`, by rank, on every rank; any values that can be pickled."""
-        if self.size == 1:
-            return [own]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, own)
-        return found
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], world: World) -> d
         raise OSError("; ".join(f"rank {rank}: {failure}" for rank, failure in sorted(failures.items()))) from error
     # Its own files: what others have written may reach this machine later.
     own = {file.name: file_sum(file) for file in folder.glob(f"shard-{world.rank + 1:05d}-*")}
-    return {name: entry for sums in world.from_each(own) for name, entry in sums.items()}
+    return {name: entry for sums in world.gather(own) for name, entry in sums.items()}
 
 
 def file_sum(file: Path) -> dict[str, Any]:
