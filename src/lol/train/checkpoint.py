@@ -135,7 +135,8 @@ def _save_whole(
 def _save_config(model: PreTrainedModel, folder: Path) -> None:
     """What `save_pretrained` writes beside the weights."""
     model.config.dtype = model.dtype
-    model.config.architectures = [type(model).__name__]
+    # `fully_shard` has put a class of its own before the model's.
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
