@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -125,13 +126,26 @@ def environment() -> dict[str, str]:
 
 
 def saved_tensors(run: Path, step: int) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint: weights, moments, bias, generators."""
+    """Every tensor of a checkpoint: weights, moments, bias, generators. Slices are put together, under the names that
+    whole tensors have."""
     folder = run / "checkpoints" / f"step-{step:08d}"
-    return {
+    tensors = {
         f"{file.name}/{name}": tensor
         for file in sorted(folder.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
+    parts: dict[str, list[tuple[list[int], Tensor]]] = {}
+    for file in folder.glob("shards/*.safetensors"):
+        with safe_open(file, framework="pt") as saved:
+            places = json.loads(saved.metadata()["DCP_SHARDING_INFO"])
+            for name, place in places.items():
+                parts.setdefault(name, []).append((place["saved_offsets"], saved.get_tensor(name)))
+    for name, slices in parts.items():
+        kind, _, own = name.partition(".")
+        rows = [tensor for _, tensor in sorted(slices, key=lambda part: part[0])]
+        file = {"weights": "model", "optimizer": "optimizer"}[kind]
+        tensors[f"{file}.safetensors/{own}"] = torch.cat(rows) if rows[0].ndim else rows[0]
+    return tensors
 
 
 def assert_same_run(one: Path, other: Path, step: int) -> None:

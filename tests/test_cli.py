@@ -159,7 +159,9 @@ def test_every_example_of_the_help_is_read(example: str, monkeypatch: pytest.Mon
     assert _read(example, monkeypatch)
 
 
-@pytest.mark.parametrize("command", [cli.Train, cli.Generate, cli.PathsShow, cli.PathsReport, cli.TrainTokenizer])
+@pytest.mark.parametrize(
+    "command", [cli.Train, cli.Generate, cli.PathsShow, cli.PathsReport, cli.Export, cli.TrainTokenizer]
+)
 def test_every_example_of_a_verb_is_read(command: type, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = [line.strip().removeprefix("Example: ") for line in command.__doc__.splitlines() if "Example: " in line]
     assert len(examples) == 1

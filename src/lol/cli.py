@@ -34,6 +34,7 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
       lol paths show --model runs/demo --text "def f(x): return x"
   paths report   write a run's report.html
       lol paths report --run runs/demo
+  export         write a run's newest model as a folder for transformers
   tokenizer      train a byte-level BPE
       lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
   cost           parameters, FLOPs and bytes of a recipe or a model
@@ -198,6 +199,28 @@ def paths_report(args: list[str]) -> int:
 
 
 @dataclass(frozen=True)
+class Export:
+    """Write a model as a folder that transformers reads: weights, configuration, tokenizer; no optimizer.
+
+    Example: lol export --model runs/demo --out my-model
+    """
+
+    model: Path
+    """A run folder (its newest checkpoint), a checkpoint, or a folder written by transformers."""
+    out: Path
+    """Folder to write; must not exist yet."""
+
+
+def export(args: list[str]) -> int:
+    from lol.train.loading import export_model
+
+    command = _parse(Export, "export", args)
+    export_model(command.model, command.out)
+    print(f"written: {command.out}")
+    return 0
+
+
+@dataclass(frozen=True)
 class TrainTokenizer:
     """Train a byte-level BPE and save it as a Hugging Face tokenizer.
 
@@ -289,6 +312,7 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("serve",): serve,
     ("paths", "show"): paths_show,
     ("paths", "report"): paths_report,
+    ("export",): export,
     ("tokenizer",): tokenizer,
     ("cost",): cost,
     ("bench", "core"): bench_core,

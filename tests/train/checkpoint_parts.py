@@ -1,17 +1,13 @@
-"""A small real model, optimizer and tokenizer for the checkpoint tests; as a program, the kill tests' other process.
+"""A small real model, optimizer and tokenizer for the checkpoint tests; as a program, the kill test's other process.
 
-checkpoint_parts.py sweep RUN     save is killed at each of its file operations in turn
-checkpoint_parts.py random RUN    a process that saves in a loop is killed at random moments
+checkpoint_parts.py RUN     save is killed at each of its file operations in turn
 """
 
 import os
-import random
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from tokenizers import Tokenizer, models
@@ -139,37 +135,7 @@ def sweep(run: Path, old: int, new: int) -> None:
     assert seen == {old, new}
 
 
-def random_kills(run: Path, times: int) -> None:
-    """Kill a process that saves without pause, `times` times; each goes on from the newest checkpoint."""
-    saver = Saver(run)
-    saver.save(1, keep=2)
-    chance = random.Random(0)
-    halves = 0
-    for _ in range(times):
-        first = saver.newest() + 1
-
-        def forever(first: int = first) -> NoReturn:
-            for step in range(first, 10**8):
-                saver.save(step, keep=2)
-            raise AssertionError
-
-        pid = in_child(forever)
-        time.sleep(chance.uniform(0.05, 0.4))
-        os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, status
-        halves += len(list((run / "checkpoints").glob(".partial-*")))
-        assert saver.newest() >= first - 1
-    print(f"{times} kills, {halves} half-written checkpoints left behind, at step {saver.newest()}")
-    assert saver.newest() > times
-    assert halves > 0
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    mode, folder = sys.argv[1], Path(sys.argv[2])
-    if mode == "sweep":
-        sweep(folder, old=1, new=2)
-        sweep(folder, old=2, new=2)
-    else:
-        random_kills(folder, times=12)
+    sweep(Path(sys.argv[1]), old=1, new=2)
+    sweep(Path(sys.argv[1]), old=2, new=2)

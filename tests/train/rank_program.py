@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from lol.errors import UserError
 from lol.model.config import LoLConfig
+from lol.model.lm import LoLForCausalLM
 from lol.train import compiled, trainer
 from lol.train.config import DataConfig, EvalConfig, GrowthConfig, TrainConfig
 from lol.train.recipes import tiny
@@ -31,6 +32,7 @@ QUIET = {"router_noise_max": 0.0}
 STOP = 4
 # Of the data set that ranks share out by documents.
 FILES, ROWS = 4, 6
+IDLE = 2
 
 
 def golden_config(corpus: Path, parallel: str = "none") -> TrainConfig:
@@ -77,6 +79,20 @@ def stop_and_go_on(run: Path, config: TrainConfig) -> None:
     if outcome.is_main:
         shutil.copytree(run, run.with_name(f"{run.name}-kept"))
     trainer.train(config, run, resume=True)
+
+
+def idle(start: Callable[..., None], run: Path, corpus: Path) -> None:
+    """With a block that no window chooses, workers, and the router's noise."""
+
+    def make(config: LoLConfig) -> LoLForCausalLM:
+        model = LoLForCausalLM(config)
+        with torch.no_grad():
+            model.model.router.bias[IDLE] = -1e4  # far below what the noise can add
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lol.train.session.LoLForCausalLM", make)
+        start(run, corpus, "fsdp2", data={"num_workers": 2})
 
 
 def onward(run: Path, corpus: Path, parallel: str) -> None:
@@ -167,6 +183,8 @@ RUNS: dict[str, Start] = {
         run, corpus, "fsdp2", model=QUIET, activation_checkpointing=True
     ),
     "stopped-fsdp2": lambda run, corpus: stopped(run, corpus, "fsdp2", model=QUIET),
+    "straight-idle": lambda run, corpus: idle(straight, run, corpus),
+    "stopped-idle": lambda run, corpus: idle(stopped, run, corpus),
     "onward-fsdp2": lambda run, corpus: onward(run, corpus, "fsdp2"),
     "bf16-fsdp2": lambda run, corpus: straight(run, corpus, "fsdp2", model=QUIET, precision="bf16"),
     "documents-ddp": lambda run, _: by_documents(run, "ddp", 0),

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from rank_program import FILES, QUIET, ROWS, RUNS, STOP, documents_config, golden_config, write_documents
+from rank_program import FILES, IDLE, QUIET, ROWS, RUNS, STOP, documents_config, golden_config, write_documents
 from safetensors.torch import load_file
 
 from lol.data.tokenizer import load_tokenizer
 from lol.errors import UserError
 from lol.train import trainer
+from lol.train.loading import load_model
 from lol.train.metrics import read_metrics
 from lol.train.parallel import World
 from lol.train.session import prepare
@@ -111,9 +112,17 @@ def test_one_update_of_the_bias_a_step_from_the_load_of_all(folder: Path, ranks:
 @pytest.mark.parametrize("run", ["quiet-ddp", "quiet-fsdp2"])
 @pytest.mark.usefixtures("ranks")
 def test_a_checkpoint_is_the_folder_that_one_process_writes(folder: Path, run: str):
+    """But that ranks that hold slices write them where one process writes whole tensors."""
     own, expected = (folder / name / "checkpoints" / "step-00000008" for name in (run, "quiet-one"))
-    assert sorted(file.name for file in own.iterdir()) == sorted(file.name for file in expected.iterdir())
-    for name in ("config.json", "tokenizer.json"):
+    names = {file.name for file in expected.iterdir()}
+    if run == "quiet-fsdp2":
+        names = names - {"model.safetensors", "optimizer.safetensors"} | {"shards"}
+        shards = [file.stat().st_size for file in (own / "shards").iterdir()]
+        assert len(shards) == 2
+        assert max(shards) < 1.5 * min(shards)  # three blocks on two ranks
+    assert {file.suffix for file in own.rglob("*") if file.is_file()} == {".json", ".safetensors", ".py"}
+    assert {file.name for file in own.iterdir()} == names
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (own / name).read_bytes() == (expected / name).read_bytes()
     tensors, others = saved_tensors(folder / run, 8), saved_tensors(folder / "quiet-one", 8)
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} == {
@@ -121,11 +130,26 @@ def test_a_checkpoint_is_the_folder_that_one_process_writes(folder: Path, run: s
     }
 
 
+@pytest.mark.usefixtures("ranks")
+def test_slices_are_a_model_to_use(folder: Path):
+    """For `lol generate` and all else that opens a run; the tied one has its weight once."""
+    for run, step in (("quiet-fsdp2", 8), ("golden-fsdp2", 100)):
+        model, tokenizer = load_model(folder / run)
+        assert len(tokenizer) == model.config.vocab_size
+        saved = saved_tensors(folder / run, step)
+        weights = {name: tensor for name, tensor in saved.items() if name.startswith("model.safetensors/")}
+        own = model.state_dict()
+        tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+        assert {name.partition("/")[2] for name in weights} == own.keys() - tied
+        assert all(torch.equal(tensor, own[name.partition("/")[2]]) for name, tensor in weights.items())
+
+
 @pytest.mark.parametrize(
     ("run", "without"),
     [
         ("stopped-ddp", "straight-ddp"),
         ("stopped-fsdp2", "quiet-fsdp2"),
+        ("stopped-idle", "straight-idle"),
         ("documents-stopped-ddp", "documents-ddp"),
         ("documents-stopped-workers-fsdp2", "documents-workers-fsdp2"),
         ("muon-stopped", "muon-fsdp2"),
@@ -171,6 +195,29 @@ def test_all_ranks_stop_at_a_number_that_is_none_and_say_where(
     assert "rank 0" not in told
     assert [record["step"] for record in read_metrics(folder / run)] == [1, 2, 3, 4, 4]
     assert [path.name for path in (folder / run / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.usefixtures("ranks")
+def test_the_idle_block_was_idle_and_decayed(folder: Path):
+    assert all(depth[IDLE] == 0 for load in loads(folder / "stopped-idle") for depth in load)
+    kept, last = saved_tensors(folder / "stopped-idle-kept", STOP), saved_tensors(folder / "stopped-idle", 8)
+    name = "model.library.up_proj.weight"
+    assert last[f"optimizer.safetensors/{name}.exp_avg"][IDLE].abs().max() == 0
+    before, after = (tensors[f"model.safetensors/{name}"][IDLE] for tensors in (kept, last))
+    assert after.norm() < before.norm()
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_damaged_slice_of_one_rank_is_named_and_the_checkpoint_before_it_is_used(
+    folder: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(folder / "quiet-fsdp2", tmp_path / "run")
+    [slices] = (tmp_path / "run" / "checkpoints" / "step-00000008" / "shards").glob("shard-00002-*")
+    whole = slices.read_bytes()
+    slices.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    train(small_config(corpus, model=QUIET), tmp_path / "run", resume=True)
+    assert f"passed over: shards/{slices.name} was altered" in capsys.readouterr().out
+    assert losses(tmp_path / "run") == pytest.approx(losses(folder / "quiet-one"), abs=1e-5)
 
 
 def test_ranks_draw_noise_of_their_own():

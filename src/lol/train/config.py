@@ -157,6 +157,9 @@ class TrainConfig:
     """Forward passes in an optimizer step."""
     seed: int = 0
     """Decides initial weights, data order and noise."""
+    init: str | None = None
+    """Start from the weights and with the tokenizer of this model, which must have the same configuration: a run, a
+    checkpoint, or a transformers folder. The optimizer and the steps begin anew."""
     parallel: Parallel = "none"
     """How processes that torchrun started share the work: the whole model on each (ddp), its weights in slices (fsdp2),
     or in slices inside each machine (hsdp)."""

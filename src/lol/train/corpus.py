@@ -16,6 +16,7 @@ from lol.data.mixture import (
 )
 from lol.data.packing import Row
 from lol.data.tokenizer import load_tokenizer, train_tokenizer
+from lol.errors import UserError
 from lol.model.config import LoLConfig
 from lol.train.config import TrainConfig, as_json
 
@@ -30,12 +31,25 @@ def open_sides(config: TrainConfig) -> tuple[tuple[Source, ...], tuple[Source, .
     return sources, open_sources(data.held_out_source, document_chars=data.document_chars, **columns)
 
 
-def find_tokenizer(config: TrainConfig, sources: Sequence[Source], checkpoint: Path | None) -> PreTrainedTokenizerFast:
-    """The checkpoint's tokenizer, else the one that the configuration names, else one trained on the sources."""
+def find_tokenizer(
+    config: TrainConfig, sources: Sequence[Source], checkpoint: Path | None, init: Path | None = None
+) -> PreTrainedTokenizerFast:
+    """The checkpoint's tokenizer, else that of the model to start from, else the one that the configuration names, else
+    one trained on the sources.
+
+    Raises:
+        UserError: the model to start from was trained with another tokenizer than the configuration names.
+    """
+    named = config.data.tokenizer
     if checkpoint is not None:
         return load_tokenizer(checkpoint)
-    if config.data.tokenizer is not None:
-        return load_tokenizer(config.data.tokenizer)
+    if init is not None:
+        tokenizer = load_tokenizer(init)
+        if named is not None and load_tokenizer(named).get_vocab() != tokenizer.get_vocab():
+            raise UserError(f"data.tokenizer={named} has other tokens than the model in {init}: leave it out")
+        return tokenizer
+    if named is not None:
+        return load_tokenizer(named)
     return train_tokenizer(mixed_texts(sources), config.model.vocab_size)
 
 

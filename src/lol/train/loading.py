@@ -1,6 +1,8 @@
-"""Open a trained model for use: from a run folder, a checkpoint, or any folder that transformers has written."""
+"""Open a trained model for use, to export or to start from: a run folder, a checkpoint, or any folder that transformers
+has written."""
 
 import json
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,15 @@ from lol.data.tokenizer import load_tokenizer
 from lol.errors import UserError
 from lol.model.config import LoLConfig
 from lol.model.lm import LoLForCausalLM
-from lol.train.checkpoint import MANIFEST, find_damage, newest_checkpoint, no_progress_bar
+from lol.train.checkpoint import (
+    MANIFEST,
+    find_damage,
+    has_shards,
+    newest_checkpoint,
+    no_progress_bar,
+    saved_weights,
+)
+from lol.train.restore import check_config, restore_weights
 from lol.train.run_folder import CHECKPOINTS
 
 
@@ -23,8 +33,11 @@ def load_model(folder: Path) -> tuple[LoLForCausalLM, PreTrainedTokenizerFast]:
     Raises:
         UserError: there is no model in the folder, it is of another architecture, or its weights are damaged.
     """
-    path = find_checkpoint(folder)
-    _check_model_type(folder, path)
+    path = find_model(folder)
+    if has_shards(path):
+        model = LoLForCausalLM(LoLConfig.from_pretrained(path, local_files_only=True))
+        restore_weights(path, model, saved_weights(path))()
+        return model.eval(), load_tokenizer(path)
     try:
         with no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -41,14 +54,57 @@ def load_model(folder: Path) -> tuple[LoLForCausalLM, PreTrainedTokenizerFast]:
     return model.eval(), load_tokenizer(path)
 
 
+def export_model(folder: Path, out: Path) -> None:
+    """Write the model that `load_model` would load as a transformers folder: weights, configuration, tokenizer and the
+    file that opens it with `trust_remote_code=True`; nothing of training.
+
+    Raises:
+        UserError: there is no such model, `out` exists, or it cannot be written; nothing is left of it then.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists already: name a new folder as --out")
+    model, tokenizer = load_model(folder)
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        with no_progress_bar():
+            model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.rename(out)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{out} could not be written ({error}): make room there, or name another --out") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def start_from(path: Path, model: LoLForCausalLM) -> None:
+    """Copy the weights and biases of a model's folder into `model`, whatever their floating-point type.
+
+    Raises:
+        UserError: configuration or tensors differ, but for `max_position_embeddings`; each difference is named.
+    """
+    check_config(path, model, may_differ=("max_position_embeddings",))
+    restore_weights(path, model, saved_weights(path), cast=True)()
+
+
+def find_model(folder: Path) -> Path:
+    """What `find_checkpoint` finds, if it holds a model of this package.
+
+    Raises:
+        UserError: it holds none, or what it holds is not as it was written.
+    """
+    path = find_checkpoint(folder)
+    _check_model_type(folder, path)
+    return path
+
+
 def load_config(folder: Path) -> LoLConfig:
     """The configuration of the model that `load_model` would load, without its weights.
 
     Raises:
         UserError: there is no model in the folder, or it is of another architecture.
     """
-    path = find_checkpoint(folder)
-    _check_model_type(folder, path)
+    path = find_model(folder)
     return LoLConfig.from_pretrained(path, local_files_only=True)
 
 

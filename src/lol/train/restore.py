@@ -5,7 +5,7 @@ fits only in part changes nothing.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from lol.errors import UserError
-from lol.train.parallel import spread_like, whole
+from lol.train.shards import Saved
 
 # Written by transformers about the file, not about the architecture; the dtype is compared tensor by tensor.
 _NOT_ARCHITECTURE = {"_name_or_path", "architectures", "auto_map", "dtype", "transformers_version"}
 _SHOWN = 8
 
 
-def check_config(path: Path, model: PreTrainedModel) -> None:
+def check_config(path: Path, model: PreTrainedModel, may_differ: Sequence[str] = ()) -> None:
     """Raise UserError unless the checkpoint's config.json is the model's, naming model_type or the differing fields."""
     saved = json.loads((path / "config.json").read_bytes())
     wanted = model.config.model_type
@@ -36,70 +36,59 @@ def check_config(path: Path, model: PreTrainedModel) -> None:
         [
             f"{field} is {before.get(field, 'absent')} in the checkpoint, {now.get(field, 'absent')} in this model"
             for field in sorted(before.keys() | now.keys())
-            if before.get(field) != now.get(field)
+            if before.get(field) != now.get(field) and field not in may_differ
         ],
         "give the configuration it was saved with",
     )
 
 
-def restore_weights(path: Path, model: PreTrainedModel, saved: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+def restore_weights(path: Path, model: PreTrainedModel, saved: Saved, cast: bool = False) -> Callable[[], None]:
     """Compare names, shapes and dtypes; return the function that copies `saved` into the model's own tensors.
 
-    Raises UserError that names what differs. A tied weight has several names in the model and one in the file.
+    With `cast` floating-point types may differ. A tied weight has several names in the model and one in the file.
+    Raises UserError that names what differs.
     """
     names_of: dict[int, list[str]] = {}
     own = model.state_dict(keep_vars=True)
     for name, tensor in own.items():
         names_of.setdefault(id(tensor), []).append(name)
-    differences = [f"{name} is in the checkpoint only" for name in saved if name not in own]
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    kinds = saved.kinds
+    differences = [f"{name} is in the checkpoint only" for name in kinds if name not in own]
+    targets: dict[str, torch.Tensor] = {}
     for names in names_of.values():
-        present = [name for name in names if name in saved]
+        present = [name for name in names if name in kinds]
         if not present:
             differences.append(f"{names[0]} is in this model only")
         for name in present:
-            if _kind(saved[name]) == _kind(own[name]):
-                copies.append((own[name], saved[name]))
+            kind = kinds[name]
+            if cast and kind.is_floating_point() and own[name].is_floating_point():
+                kind = kind.to("meta", own[name].dtype)
+            if _kind(kind) == _kind(own[name]):
+                targets[name] = own[name]
             else:
                 differences.append(
-                    f"{name} is {_kind(saved[name])} in the checkpoint, {_kind(own[name])} in this model"
+                    f"{name} is {_kind(kinds[name])} in the checkpoint, {_kind(own[name])} in this model"
                 )
     _refuse(path, differences, "give the model that was saved")
-
-    def apply() -> None:
-        with torch.no_grad():
-            for target, source in copies:
-                target.copy_(spread_like(source, target))
-
-    return apply
+    return lambda: saved.fill(targets)
 
 
-def whole_weights(model: PreTrainedModel, keep: bool = True) -> dict[str, torch.Tensor]:
-    """The state dict, with whole tensors where ranks hold slices; every rank must call this.
-
-    Without `keep` it is empty: this rank only gives its slices. Tied weights stay one tensor.
-    """
-    gathered: dict[int, torch.Tensor] = {}
-    result = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in gathered:
-            own = tensor.detach()
-            full = whole(own)
-            # What was gathered leaves the device at once; what was whole already need not be copied.
-            gathered[id(tensor)] = full if full is own or not keep else full.cpu()
-        if keep:
-            result[name] = gathered[id(tensor)]
-    return result
+def named_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The state dict without gradients, as this rank holds it; tied weights stay one tensor under several names."""
+    detached: dict[int, torch.Tensor] = {}
+    return {
+        name: detached.setdefault(id(tensor), tensor.detach())
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
 
 
 def split_optimizer(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, keep: bool = True
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The optimizer as a tree (class, groups with their parameters' names, values that are no tensors) and tensors.
 
-    A tensor is named "{parameter}.{key}": `model.norm.weight.exp_avg`. Where ranks hold slices every rank must call
-    this; without `keep` the tensors are left out, for this rank only gives its slices. Raises ValueError for a
-    parameter that is not the model's.
+    A tensor is named "{parameter}.{key}": `model.norm.weight.exp_avg`. They are the optimizer's own, as this rank holds
+    them. Raises ValueError for a parameter that is not the model's.
     """
     name_of = _parameter_names(model)
     groups = [{**group, "params": _group_names(group, name_of)} for group in optimizer.param_groups]
@@ -110,11 +99,7 @@ def split_optimizer(
         values[name] = {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                full = whole(value.detach())
-                # Dense copies: safetensors refuses tensors that share memory or lie transposed as their weight does.
-                if keep:
-                    dense = full.to("cpu", copy=True, memory_format=torch.contiguous_format)
-                    tensors[f"{name}.{key}"] = dense
+                tensors[f"{name}.{key}"] = value.detach()
             else:
                 values[name][key] = value
     return {"class": type(optimizer).__name__, "groups": groups, "values": values}, tensors
@@ -125,7 +110,7 @@ def restore_optimizer(
     model: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     tree: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
+    saved: Saved,
 ) -> Callable[[], None]:
     """Compare class and groups; return the function that sets the optimizer's state and the groups' hyperparameters.
 
@@ -143,37 +128,39 @@ def restore_optimizer(
         differences.append(
             f"{len(tree['groups'])} parameter groups in the checkpoint, {len(optimizer.param_groups)} here"
         )
-    for index, (saved, group) in enumerate(zip(tree["groups"], optimizer.param_groups, strict=False)):
+    for index, (before, group) in enumerate(zip(tree["groups"], optimizer.param_groups, strict=False)):
         own = _group_names(group, name_of)
-        if saved["params"] != own:
-            odd = sorted(set(saved["params"]).symmetric_difference(own))
+        if before["params"] != own:
+            odd = sorted(set(before["params"]).symmetric_difference(own))
             differences.append(f"parameter group {index} differs in {odd[0] if odd else 'the order of its parameters'}")
     state_of = {name: dict(values) for name, values in tree["values"].items()}
-    for full, tensor in tensors.items():
-        name, _, key = full.rpartition(".")
-        state_of[name][key] = tensor
     differences += [f"the optimizer's {name} is not in this model" for name in state_of if name not in parameter_of]
     _refuse(path, differences, "give the optimizer settings it was saved with")
 
     def apply() -> None:
-        for saved, group in zip(tree["groups"], optimizer.param_groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        for before, group in zip(tree["groups"], optimizer.param_groups, strict=True):
+            group.update({key: value for key, value in before.items() if key != "params"})
         on_device = {p for group in optimizer.param_groups if _counts_on_device(group) for p in group["params"]}
-        optimizer.state.clear()
-        for name, values in state_of.items():
+        targets: dict[str, torch.Tensor] = {}
+        for full, kind in saved.kinds.items():
+            name, _, key = full.rpartition(".")
             parameter = parameter_of[name]
-            optimizer.state[parameter] = {
-                key: _placed(key, value, parameter, parameter in on_device) for key, value in values.items()
-            }
+            targets[full] = state_of[name][key] = _place_for(key, kind, parameter, parameter in on_device)
+        saved.fill(targets)
+        optimizer.state.clear()
+        optimizer.state.update({parameter_of[name]: values for name, values in state_of.items()})
 
     return apply
 
 
-def _placed(key: str, value: Any, parameter: torch.Tensor, counts_on_device: bool) -> Any:
-    # torch's own rule: moments lie beside their parameter, step counters on the CPU unless a kernel reads them.
-    if not isinstance(value, torch.Tensor) or (key == "step" and not counts_on_device):
-        return value
-    return spread_like(value, parameter) if value.shape == parameter.shape else value.to(parameter.device)
+def _place_for(key: str, kind: torch.Tensor, parameter: torch.Tensor, counts_on_device: bool) -> torch.Tensor:
+    """An empty tensor of that kind. torch's own rule: moments lie beside their parameter, in slices where it does; step
+    counters on the CPU unless a kernel reads them."""
+    if key == "step" and not counts_on_device:
+        return torch.empty(kind.shape, dtype=kind.dtype)
+    if kind.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=kind.dtype, requires_grad=False)
+    return torch.empty(kind.shape, dtype=kind.dtype, device=parameter.device)
 
 
 def _counts_on_device(group: Mapping[str, Any]) -> bool:

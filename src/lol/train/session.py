@@ -19,6 +19,7 @@ from lol.train.checkpoint import load_checkpoint, save_checkpoint
 from lol.train.compiled import compile_blocks
 from lol.train.config import TrainConfig, as_json
 from lol.train.corpus import find_tokenizer, model_config, open_sides
+from lol.train.loading import find_model, start_from
 from lol.train.optim import make_optimizer
 from lol.train.parallel import World, parallelize
 from lol.train.state import rng_state, set_rng_state
@@ -64,10 +65,15 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None, world: Worl
     world = world or World()
     data = config.data
     sources, held_out = open_sides(config)
-    tokenizer = world.from_main(lambda: find_tokenizer(config, sources, checkpoint))
+    init = None
+    if config.init is not None and checkpoint is None:
+        init = world.from_main(lambda: find_model(Path(config.init or "")))
+    tokenizer = world.from_main(lambda: find_tokenizer(config, sources, checkpoint, init))
     # Python's and numpy's generators too: what a user adds may draw from them, and a checkpoint keeps them.
     set_seed(config.seed)
     model = LoLForCausalLM(model_config(config, tokenizer))
+    if init is not None:
+        start_from(init, model)
     model.to(world.device)  # pyright: ignore[reportArgumentType]
     if config.activation_checkpointing:
         model.activation_checkpointing_enable()
@@ -122,20 +128,14 @@ def save(session: Session) -> None:
         "rng": rng_state(),
     }
 
-    def write() -> None:
-        save_checkpoint(
-            session.run, session.step, session.model, session.optimizer, state, session.tokenizer,
-            keep=session.config.keep_checkpoints, writes=session.world.is_main,
-        )  # fmt: skip
-
-    if not session.world.is_main:
-        write()
-    # The others wait: one that ended while rank 0 writes would have torchrun end rank 0 too.
-    session.world.from_main(write)
+    save_checkpoint(
+        session.run, session.step, session.model, session.optimizer, state, session.tokenizer,
+        keep=session.config.keep_checkpoints, world=session.world,
+    )  # fmt: skip
 
 
 def _restore(session: Session, checkpoint: Path) -> None:
-    state = load_checkpoint(checkpoint, session.model, session.optimizer)
+    state = load_checkpoint(checkpoint, session.model, session.optimizer, session.world)
     session.loader.load_state_dict(_own_place(session, state["loader"]))
     set_rng_state(state["rng"])
     for name in ("step", "tokens", "flops", "seconds"):
