@@ -1,8 +1,8 @@
-"""`lol bench train`: tokens/s and memory of training steps, beside a Llama of as many executed layers and the baselines.
+"""`lol bench train`: tokens/s and memory of training steps, of LoL, a Llama of as many executed layers, and baselines.
 
-Ratios of medians, measured interleaved in one process (`measure.py`). A step is a forward pass with its loss, a backward
-pass and an optimizer step, under autocast as in training. The learning rate is 0: all of the optimizer's work is done,
-and every round finds the weights, and with them the routes, that the first one found.
+Ratios of medians, measured interleaved in one process (`measure.py`). A step is a forward pass with its loss, a
+backward pass and an optimizer step, under autocast as in training. The learning rate is 0: the optimizer does all of
+its work, and every round finds the weights that the first one found.
 """
 
 from dataclasses import dataclass, field
@@ -174,13 +174,13 @@ def _llama(options: BenchTrain) -> LlamaForCausalLM:
     )
 
 
-def _bench_length(
-    options: BenchTrain, trained: dict[Setting, _Trained], length: int, numbers: _Numbers
-) -> None:
+def _bench_length(options: BenchTrain, trained: dict[Setting, _Trained], length: int, numbers: _Numbers) -> None:
     """Rows of one length: every step's memory, in the pass that warms up, then rounds of them all."""
     ids = torch.randint(options.vocab_size, (options.batch_size, length))
     own = list(trained) if length == options.lengths[0] else list(_ALWAYS)
-    names = {(setting, precision): f"{setting}, {precision}, n={length}" for setting in own for precision in _all(options)}
+    names = {
+        (setting, precision): f"{setting}, {precision}, n={length}" for setting in own for precision in _all(options)
+    }
     steps = {name: trained[setting].step(ids, precision) for (setting, precision), name in names.items()}
     numbers.peak_bytes.update({name: peak_bytes(step) for name, step in steps.items()})
     seconds = measure(steps, options.repeats, warm_up=False)
