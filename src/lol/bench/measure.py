@@ -15,8 +15,10 @@ Step = Callable[[], object]
 
 
 def bench_device() -> torch.device:
-    """Where benchmarks run: the GPU if there is one, as training does. It is a context too, in which tensors and models
-    are made there."""
+    """Where benchmarks run: the GPU if there is one, as training does.
+
+    It is a context too, in which models are made there. Nothing is timed inside of it: every operation pays for it.
+    """
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

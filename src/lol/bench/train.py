@@ -5,7 +5,8 @@ backward pass and an optimizer step, under autocast as in training. The learning
 its work, and every round finds the weights that the first one found.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lol.bench.measure import Step, bench_device, conditions, measure, medians, peak_bytes
@@ -62,48 +64,66 @@ class BenchTrain:
 
 
 @dataclass(frozen=True)
-class _Numbers:
-    """By the name of a step."""
+class _Case:
+    """A row of the table."""
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    tokens_per_second: dict[str, float] = field(default_factory=dict)
-    peak_bytes: dict[str, int] = field(default_factory=dict)
-    ratios: dict[str, float] = field(default_factory=dict)
+    setting: Setting
+    precision: Precision
+    length: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting}, {self.precision}, n={self.length}"
 
 
 def bench(options: BenchTrain) -> dict[str, Any]:
-    """Run the benchmark, print its tables, and return its numbers.
+    """Run the benchmark, print its table, and return its numbers.
 
     Raises:
         UserError: flags that leave nothing to time.
     """
     if not options.lengths or not options.precisions or options.repeats < 1:
-        raise UserError("give at least one of --lengths, one of --precisions and one of --repeats")
+        raise UserError("nothing to time: give --lengths, --precisions and --repeats of at least 1")
     torch.manual_seed(options.seed)
-    numbers = _Numbers()
+    settings = tuple(dict.fromkeys((*_ALWAYS, *options.settings)))
+    cases: list[_Case] = []
+    seconds: dict[str, list[float]] = {}
+    peaks: dict[str, int] = {}
     with bench_device() as device:
-        trained = {setting: _Trained(setting, options, device) for setting in _timed(options)}
-        for length in options.lengths:
-            _bench_length(options, trained, length, numbers)
-    stored = {setting: one.bytes_before for setting, one in trained.items()}
-    _print(options, numbers)
-    return conditions(options) | {"stored_bytes": stored} | vars(numbers)
+        trained = {setting: Trained(_make_model(setting, options), device) for setting in settings}
+    for length in options.lengths:
+        ids = torch.randint(options.vocab_size, (options.batch_size, length), device=device)
+        own = settings if length == options.lengths[0] else _ALWAYS
+        new = [_Case(setting, precision, length) for setting in own for precision in options.precisions]
+        steps: dict[str, Step] = {
+            case.name: trained[case.setting].step(case.precision, input_ids=ids, labels=ids) for case in new
+        }
+        # The pass that warms up is the one whose memory is counted.
+        peaks |= {name: peak_bytes(step) for name, step in steps.items()}
+        seconds |= measure(steps, options.repeats, warm_up=False)
+        cases += new
+    median = medians(seconds)
+    ratios = _ratios(cases, median)
+    rates = {case.name: options.batch_size * case.length / median[case.name] for case in cases}
+    _print(options, cases, seconds, rates, peaks, ratios)
+    return conditions(options) | {
+        "bytes_of_weights_and_moments": {setting: one.stored_bytes for setting, one in trained.items()},
+        "peak_bytes_beyond": peaks,
+        "seconds": seconds,
+        "tokens_per_second": rates,
+        "ratios": ratios,
+    }
 
 
-def _timed(options: BenchTrain) -> list[Setting]:
-    return list(dict.fromkeys((*_ALWAYS, *options.settings)))
-
-
-class _Trained:
+class Trained:
     """A model in training, and its steps."""
 
-    def __init__(self, setting: Setting, options: BenchTrain, device: torch.device):
+    def __init__(self, model: PreTrainedModel, device: torch.device):
         self.device = device
-        self.model: PreTrainedModel = _llama(options) if setting == "Llama" else _lol(setting, options)
-        self.model.train()
-        self.optimizer = make_optimizer(self.model, OptimConfig(learning_rate=0.0))
+        self.model = model.train()
+        self.optimizer = make_optimizer(model, OptimConfig(learning_rate=0.0))
         # The moments are there before the first step is measured.
-        for parameter in self.model.parameters():
+        for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self._update()
 
@@ -112,21 +132,26 @@ class _Trained:
         self.optimizer.zero_grad(set_to_none=True)
 
     @property
-    def bytes_before(self) -> int:
+    def stored_bytes(self) -> int:
         """Weights and moments, which stay from step to step."""
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         return sum(tensor.nbytes for tensor in (*self.model.parameters(), *moments) if torch.is_tensor(tensor))
 
-    def step(self, ids: torch.Tensor, precision: Precision) -> Step:
-        """One training step on these rows."""
+    def step(self, precision: Precision, **inputs: Any) -> Callable[[], Tensor]:
+        """One training step on these inputs of the forward pass; it returns the loss."""
 
-        def step() -> None:
+        def step() -> Tensor:
             with autocast(precision, self.device):
-                loss = self.model(input_ids=ids, labels=ids).loss
+                loss = self.model(**inputs).loss
             loss.backward()
             self._update()
+            return loss.detach()
 
         return step
+
+
+def _make_model(setting: Setting, options: BenchTrain) -> PreTrainedModel:
+    return _llama(options) if setting == "Llama" else _lol(setting, options)
 
 
 def _lol(setting: Setting, options: BenchTrain) -> LoLForCausalLM:
@@ -174,51 +199,53 @@ def _llama(options: BenchTrain) -> LlamaForCausalLM:
     )
 
 
-def _bench_length(options: BenchTrain, trained: dict[Setting, _Trained], length: int, numbers: _Numbers) -> None:
-    """Rows of one length: every step's memory, in the pass that warms up, then rounds of them all."""
-    ids = torch.randint(options.vocab_size, (options.batch_size, length))
-    own = list(trained) if length == options.lengths[0] else list(_ALWAYS)
-    names = {
-        (setting, precision): f"{setting}, {precision}, n={length}" for setting in own for precision in _all(options)
-    }
-    steps = {name: trained[setting].step(ids, precision) for (setting, precision), name in names.items()}
-    numbers.peak_bytes.update({name: peak_bytes(step) for name, step in steps.items()})
-    seconds = measure(steps, options.repeats, warm_up=False)
-    numbers.seconds.update(seconds)
-    median = medians(seconds)
-    numbers.tokens_per_second.update({name: ids.numel() / median[name] for name in steps})
-    for (setting, precision), name in names.items():
-        if setting != "Llama":
-            over = median[names["Llama", precision]] / median[name]
-            numbers.ratios[f"tokens/s of {setting} over Llama's, {precision}, n={length}"] = over
-    if {"float32", "bf16"} <= set(options.precisions):
-        numbers.ratios[f"tokens/s of LoL in bf16 over float32, n={length}"] = (
-            median[names["LoL", "float32"]] / median[names["LoL", "bf16"]]
-        )
+def _ratios(cases: list[_Case], median: dict[str, float]) -> dict[str, float]:
+    """Tokens/s over those of Llama in the same rounds, and of LoL in bf16 over float32."""
+    ratios = {}
+    for case in cases:
+        if case.setting != "Llama":
+            llama = replace(case, setting="Llama")
+            ratios[f"tokens/s of {case.setting} over Llama's, {case.precision}, n={case.length}"] = (
+                median[llama.name] / median[case.name]
+            )
+    for case in cases:
+        wide = replace(case, precision="float32")
+        if case.setting == "LoL" and case.precision == "bf16" and wide in cases:
+            ratios[f"tokens/s of LoL in bf16 over float32, n={case.length}"] = median[wide.name] / median[case.name]
+    return ratios
 
 
-def _all(options: BenchTrain) -> list[Precision]:
-    return list(dict.fromkeys(options.precisions))
-
-
-def _print(options: BenchTrain, numbers: _Numbers) -> None:
+def _print(
+    options: BenchTrain,
+    cases: list[_Case],
+    seconds: dict[str, list[float]],
+    rates: dict[str, float],
+    peaks: dict[str, int],
+    ratios: dict[str, float],
+) -> None:
     title = (
         f"training steps: d={options.hidden_size}, {options.num_fixed_layers}+{options.num_fixed_layers} layers, "
         f"{options.num_routed_depths} depths, L={options.num_experts}, W={options.window_size}, {options.batch_size} "
-        f"rows, {torch.get_num_threads()} threads"
+        f"x n tokens, {torch.get_num_threads()} threads"
     )
-    table = Table(title=title, box=None)
+    table = Table(title=title, caption="MB: the peak beyond weights and moments", box=None)
     table.add_column("")
-    for heading in ("tokens/s", "fastest and slowest, s", "peak beyond weights and moments, MB"):
+    table.add_column("products")
+    for heading in ("n", "tokens/s", "/ Llama's", "seconds", "MB"):
         table.add_column(heading, justify="right")
-    for name, times in numbers.seconds.items():
-        rate, peak = numbers.tokens_per_second[name], numbers.peak_bytes[name]
-        table.add_row(name, f"{rate:,.0f}", f"{min(times):.2f} - {max(times):.2f}", f"{peak / 1e6:,.0f}")
-    shown = Table(box=None)
-    shown.add_column("")
-    shown.add_column("ratio", justify="right")
-    for name, ratio in numbers.ratios.items():
-        shown.add_row(name, f"{ratio:.2f}")
-    console = Console()
-    console.print(table)
-    console.print(shown)
+    for case in cases:
+        times = seconds[case.name]
+        over = ratios.get(f"tokens/s of {case.setting} over Llama's, {case.precision}, n={case.length}", 1.0)
+        table.add_row(
+            case.setting,
+            case.precision,
+            str(case.length),
+            f"{rates[case.name]:,.0f}",
+            f"{over:.2f}",
+            f"{min(times):.2f} - {max(times):.2f}",
+            f"{peaks[case.name] / 1e6:,.0f}",
+        )
+    Console().print(table)
+    for name, ratio in ratios.items():
+        if "bf16 over float32" in name:
+            print(f"{name}: {ratio:.2f}")
