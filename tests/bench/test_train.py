@@ -44,10 +44,21 @@ def test_every_model_runs_as_many_layers_of_the_same_shape():
     """5 layers of one size for a token, whatever is stored."""
     options = BenchTrain(**(SMALL | {"hidden_size": 64, "num_experts": 5}))
     layer = 4 * 64**2 + 3 * 64 * 256
-    for setting in ("LoL", "LoL, loop", "dense", "sliding"):
-        counts = count_parameters(_make_model(setting, options).config)
-        assert counts.body.active_matrices == 5 * layer, setting
-    assert count_parameters(_make_model("MoE", options).config).body.active_matrices == 5 * layer
+    # What is stored, and what the core attends to.
+    others = {
+        "LoL": (2 + 5, "windowed"),
+        "LoL, loop": (2 + 5, "windowed"),
+        "dense": (2 + 3, "full"),
+        "sliding": (2 + 3, "sliding"),
+    }
+    for setting, (stored, attention) in others.items():
+        config = _make_model(setting, options).config
+        size = count_parameters(config).body
+        assert (size.active_matrices, size.matrices, config.core_attention) == (5 * layer, stored * layer, attention)
+    assert _make_model("LoL, loop", options).model.dispatch.form == "loop"
+    config = _make_model("MoE", options).config
+    size = count_parameters(config).body
+    assert (size.active_matrices, size.matrices) == (5 * layer, 5 * (4 * 64**2 + 3 * 3 * 64 * 128))
     llama = _make_model("Llama", options)
     assert sum(p.numel() for n, p in llama.named_parameters() if p.ndim == 2 and "layers" in n) == 5 * layer
 

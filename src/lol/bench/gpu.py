@@ -76,14 +76,14 @@ def bench(options: BenchGpu) -> dict[str, Any] | None:
 def equality(device: torch.device) -> Iterable[Check]:
     """A small model on the device against the same one in float32 on the CPU: logits, gradients, decoding with a cache.
 
-    The routes are those of the CPU, for the last digit may decide between two blocks. They leave a block idle, and the
-    experts' layers are in it. Errors are relative to the norm of what is compared; the tolerances are decided here.
+    Routes are forced and tokens take every expert, for rounding may decide between two that score alike. A block stays
+    idle. Errors are relative to the norm of what is compared; the tolerances are decided here.
     """
     model, ids = _small_model(), torch.randint(256, (2, 200))
     path = torch.randint(3, (2, model.config.num_routed_depths, model.config.windows_in(200)))
     truth = _pass(model, ids, path, "float32", torch.device("cpu"))
     true_gradient = _gradient(model)
-    tolerances: dict[Precision, tuple[float, float]] = {"float32": (1e-4, 1e-3), "bf16": (0.03, 0.1)}
+    tolerances: dict[Precision, tuple[float, float]] = {"float32": (1e-4, 1e-3), "bf16": (0.02, 0.03)}
     model.to(device)  # pyright: ignore[reportArgumentType]
     ids, path = ids.to(device), path.to(device)
     for precision, (tolerance, gradient_tolerance) in tolerances.items():
@@ -113,9 +113,12 @@ def _small_model() -> LoLForCausalLM:
         window_size=64,
         window_stride=32,
         moe_num_experts=3,
+        moe_top_k=3,
         depth_film=True,
         input_injection="diagonal",
         router_noise_max=0.0,
+        # With the default one the blocks add so little to the stream that the checks would hardly see them.
+        initializer_range=0.1,
     )
     return LoLForCausalLM(config).train()
 
