@@ -39,7 +39,6 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
       lol cost demo --model.num-experts 16
   bench decode   time cached decoding against its alternatives
   bench core     time the dispatch of a routed depth against its alternatives
-      lol bench core --json core.json
   bench train    time training steps against a Llama's and the baselines'
   bench gpu      check a GPU against the CPU, and run all of this on it
 """
