@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN ?= runs/demo
 
-.PHONY: demo test test-fast lint install clean
+.PHONY: demo test test-fast gpu-check lint install clean
 
 demo: .venv/installed   ## train a small LoL on the standard library's text, sample from it, draw its paths
 	$(BIN)/lol train --recipe demo --run $(RUN)
@@ -15,6 +15,9 @@ test: .venv/installed lint   ## everything that has to hold before a change land
 
 test-fast: .venv/installed   ## the quick part of it
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+
+gpu-check: .venv/installed   ## a GPU against the CPU, a step of each published run, the benches; one line without a GPU
+	$(BIN)/lol bench gpu
 
 lint: .venv/installed
 	$(BIN)/ruff check .

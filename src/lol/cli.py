@@ -41,7 +41,8 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
       lol cost demo --model.num-experts 16
   bench decode   time cached decoding against its alternatives
   bench core     time the dispatch of a routed depth against its alternatives
-      lol bench core --json core.json
+  bench train    time training steps against a Llama's and the baselines'
+  bench gpu      check a GPU against the CPU, and run all of this on it
 """
 
 
@@ -296,9 +297,24 @@ def bench_decode(args: list[str]) -> int:
     return _write_numbers(_parse(BenchDecode, "bench decode", args), bench)
 
 
-def _write_numbers(command: Any, verb: Callable[[Any], dict[str, Any]]) -> int:
+def bench_train(args: list[str]) -> int:
+    from lol.bench.train import BenchTrain, bench
+
+    return _write_numbers(_parse(BenchTrain, "bench train", args), bench)
+
+
+def bench_gpu(args: list[str]) -> int:
+    from lol.bench.gpu import BenchGpu, bench
+
+    command = _parse(BenchGpu, "bench gpu", args)
+    result = bench(command)
+    _write_numbers(command, lambda _: result)
+    return int(bool(result and result["failed"]))
+
+
+def _write_numbers(command: Any, verb: Callable[[Any], dict[str, Any] | None]) -> int:
     result = verb(command)
-    if command.json is not None:
+    if command.json is not None and result is not None:
         command.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
@@ -317,6 +333,8 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("cost",): cost,
     ("bench", "core"): bench_core,
     ("bench", "decode"): bench_decode,
+    ("bench", "train"): bench_train,
+    ("bench", "gpu"): bench_gpu,
 }
 
 

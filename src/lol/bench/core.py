@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lol.bench.measure import Step, conditions, measure, medians
+from lol.bench.measure import Step, bench_device, conditions, measure, medians
 from lol.model.base import LoLModel
 from lol.model.config import LoLConfig
 from lol.model.core import lay_depths
@@ -46,7 +46,8 @@ class BenchCore:
 def bench(options: BenchCore) -> dict[str, Any]:
     """Run the benchmark, print its table, and return its numbers."""
     torch.manual_seed(options.seed)
-    steps = _steps(options)
+    with bench_device() as device:
+        steps = _steps(options, device)
     seconds = measure(steps, options.repeats)
     median = medians(seconds)
     ratios = {name: median[name] / median["dense block"] for name in steps}
@@ -57,7 +58,7 @@ def bench(options: BenchCore) -> dict[str, Any]:
     }
 
 
-def _steps(options: BenchCore) -> dict[str, Step]:
+def _steps(options: BenchCore, device: torch.device) -> dict[str, Step]:
     """Each row of the table: forward and backward of one depth on the same tokens, from the same kind of stream."""
     model = LoLModel(
         LoLConfig(
@@ -74,7 +75,7 @@ def _steps(options: BenchCore) -> dict[str, Step]:
     )
     library = model.library
     assert library is not None
-    documents = find_documents((options.batch_size, options.length), None, None, torch.device("cpu"))
+    documents = find_documents((options.batch_size, options.length), None, None, device)
     unshifted, shifted = lay_depths(model.config, documents, 2)
     stream = torch.randn(options.batch_size * options.length, options.hidden_size)
     gradient = torch.randn_like(stream)

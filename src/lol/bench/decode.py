@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lol.bench.measure import conditions, measure, medians
+from lol.bench.measure import bench_device, conditions, measure, medians
 from lol.model.config import LoLConfig
 from lol.model.lm import LoLForCausalLM
 
@@ -52,7 +52,8 @@ class BenchDecode:
 def bench(options: BenchDecode) -> dict[str, Any]:
     """Run the benchmark, print its table, and return its numbers."""
     torch.manual_seed(options.seed)
-    lol, core, llama = _lol(options, options.num_fixed_layers), _lol(options, 0), _llama(options)
+    with bench_device():
+        lol, core, llama = _lol(options, options.num_fixed_layers), _lol(options, 0), _llama(options)
     seconds: dict[str, list[float]] = {}
     for context in options.contexts:
         steps = {
@@ -137,7 +138,7 @@ def _next_token(model: PreTrainedModel, rows: int, context: int) -> Callable[[],
 
 
 def _random_ids(rows: int, columns: int) -> Tensor:
-    return torch.randint(1000, (rows, columns))
+    return torch.randint(1000, (rows, columns), device=bench_device())
 
 
 def _print(options: BenchDecode, median: dict[str, float], ratios: dict[str, float]) -> None:

@@ -5,9 +5,9 @@ runs the windows of every depth on. Where weights are spread over processes (`lo
 gathered once, however deep the core is and whatever the path.
 
 The windows of a depth are brought into the order of their blocks, so that each block's tokens are one run; every
-projection is then one grouped matrix product over the runs, and attention folds windows of equal length into one
-batch. `Dispatch.form = "loop"` runs block after block with the plain code of an ordinary layer instead: the reference
-that the grouped form is tested against. Letters: T tokens, K windows, d width, H heads, L blocks.
+projection is then one grouped matrix product over the runs (`grouped.py`), and attention folds windows of equal length
+into one batch. `Dispatch.form = "loop"` runs block after block with the plain code of an ordinary layer instead: the
+reference that the grouped form is tested against. Letters: T tokens, K windows, d width, H heads, L blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,15 +25,17 @@ from lol.errors import UserError
 from lol.model.attention import AttentionShape, window_attention
 from lol.model.carry import DepthPass
 from lol.model.config import LoLConfig
+from lol.model.grouped import autocast, fits_kernel, grouped_linear, kernel_linear
 from lol.model.layers import BlockParts, Film, block_update, rms_normalize, swiglu
 from lol.model.windows import WindowLayout, Windows, line_up
 
 NORMS = ("attn_norm", "mlp_norm")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-Shelf = dict[str, tuple[Tensor, ...]]
+Shelf = dict[str, tuple[Tensor, ...] | Tensor]
 """The stacked weights taken apart into the L blocks' own, once per forward pass: the gradients of all depths then add
-up block by block, and a block that no window chose costs nothing until its zeros are stacked at the end."""
+up block by block, and a block that no window chose costs nothing until its zeros are stacked at the end. Where one
+kernel takes all blocks they stay stacked."""
 
 
 class Stack(nn.Module):
@@ -45,9 +47,9 @@ class Stack(nn.Module):
 
     weight: nn.Parameter
 
-    def forward(self, cast: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
-        """The blocks' own weights, each after `cast`."""
-        return cast(self.weight).unbind(0)
+    def forward(self, cast: Callable[[Tensor], Tensor]) -> Tensor:
+        """The weight after `cast`."""
+        return cast(self.weight)
 
 
 class StackedNorm(Stack):
@@ -88,8 +90,12 @@ class Library(nn.Module):
 
     def forward(self) -> Shelf:
         """Take the stacks apart, once per forward pass of the model; under autocast the projections are cast here."""
-        norms = {name: getattr(self, name)(_as_is) for name in NORMS}
-        return norms | {name: getattr(self, name)(autocast) for name in PROJECTIONS}
+        stacks: dict[str, Tensor] = {name: getattr(self, name)(_as_is) for name in NORMS}
+        stacks |= {name: getattr(self, name)(autocast) for name in PROJECTIONS}
+        if all(fits_kernel(stacks[name]) for name in PROJECTIONS):
+            # Views, for FSDP2 leaves a hook on whatever is returned, and a parameter would keep it.
+            return {name: stack.view_as(stack) for name, stack in stacks.items()}
+        return {name: stack.unbind(0) for name, stack in stacks.items()}
 
     @property
     def is_adapted(self) -> bool:
@@ -130,6 +136,8 @@ class Dispatch(GradientCheckpointingLayer):
         """
         if self.form == "loop" and past is None:
             update = self._run_loop(state, shelf, layout, expert, film)
+        elif isinstance(shelf["q_proj"], Tensor):
+            update = self._run_kernel(state, shelf, layout, expert, film, past)
         else:
             update = self._run_grouped(state, shelf, layout, expert, film, past)
         return state + update * weight[layout.window_of_token, None].to(state.dtype)
@@ -158,8 +166,7 @@ class Dispatch(GradientCheckpointingLayer):
         past: DepthPass | None,
     ) -> Tensor:
         windows = layout.windows
-        tokens = torch.zeros(self.config.num_experts, dtype=torch.long, device=expert.device)
-        counts = tokens.index_add(0, expert, windows.length).tolist()
+        counts = self._tokens_of_blocks(layout, expert).tolist()
         used = [block for block, count in enumerate(counts) if count]
         parts = self._parts(shelf, used, [counts[block] for block in used])
         if len(used) == 1:
@@ -167,6 +174,36 @@ class Dispatch(GradientCheckpointingLayer):
         order = layout.group(expert)
         attend = self._attention(order.windows, past)
         return order.restore(block_update(parts, order.arrange(state), attend, film, self.gate))
+
+    def _run_kernel(
+        self,
+        state: Tensor,
+        shelf: Shelf,
+        layout: WindowLayout,
+        expert: Tensor,
+        film: Film | None,
+        past: DepthPass | None,
+    ) -> Tensor:
+        """The grouped form whose runs' lengths stay on the device: all blocks take part, the idle ones too."""
+        counts = self._tokens_of_blocks(layout, expert)
+        ends = counts.cumsum(0).to(torch.int32)
+        blocks = torch.arange(self.config.num_experts, device=expert.device)
+        block_of_row = blocks.repeat_interleave(counts, output_size=layout.windows.total)
+
+        def scale(name: str, x: Tensor) -> Tensor:
+            # An embedding, because the gradient of one adds up in the same order every time.
+            return self.normalize(x, self.config.rms_norm_eps) * F.embedding(block_of_row, cast(Tensor, shelf[name]))
+
+        def project(name: str, x: Tensor) -> Tensor:
+            return kernel_linear(x, ends, cast(Tensor, shelf[name]))
+
+        order = layout.group(expert)
+        attend = self._attention(order.windows, past)
+        return order.restore(block_update(_gather_parts(scale, project), order.arrange(state), attend, film, self.gate))
+
+    def _tokens_of_blocks(self, layout: WindowLayout, expert: Tensor) -> Tensor:
+        tokens = torch.zeros(self.config.num_experts, dtype=torch.long, device=expert.device)
+        return tokens.index_add(0, expert, layout.windows.length)
 
     def _run_loop(self, state: Tensor, shelf: Shelf, layout: WindowLayout, expert: Tensor, film: Film | None) -> Tensor:
         update = torch.zeros_like(state)
@@ -195,8 +232,7 @@ class Dispatch(GradientCheckpointingLayer):
         def project(name: str, x: Tensor) -> Tensor:
             return grouped_linear(x, counts, [shelf[name][block] for block in blocks])
 
-        parts = {name: partial(scale, name) for name in NORMS} | {name: partial(project, name) for name in PROJECTIONS}
-        return cast(BlockParts, SimpleNamespace(**parts))
+        return _gather_parts(scale, project)
 
     def _attention(self, windows: Windows, past: DepthPass | None = None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         if past is not None:
@@ -204,74 +240,11 @@ class Dispatch(GradientCheckpointingLayer):
         return partial(window_attention, windows=windows, shape=AttentionShape.of(self.config))
 
 
+def _gather_parts(scale: Callable[[str, Tensor], Tensor], project: Callable[[str, Tensor], Tensor]) -> BlockParts:
+    """A block's parts from what a norm and what a projection does, by name."""
+    parts = {name: partial(scale, name) for name in NORMS} | {name: partial(project, name) for name in PROJECTIONS}
+    return cast(BlockParts, SimpleNamespace(**parts))
+
+
 def _as_is(x: Tensor) -> Tensor:
     return x
-
-
-def autocast(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """What autocast makes of an argument of `F.linear`; it does not know the grouped product."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
-
-
-# Without gradients, runs of at most so many numbers (they stay in the first-level cache) times a matrix of at least so
-# many (reading it takes the time) go another way through BLAS: `_multiply_few`.
-_FEW_NUMBERS, _MANY_NUMBERS = 3072, 2**18
-
-
-def _multiply_few(rows: Float[Tensor, "M in"], weight: Float[Tensor, "out in"]) -> Float[Tensor, "M out"]:
-    """rows · weightᵀ by way of weight · rowsᵀ: the same products.
-
-    With the few rows of decoding the time goes into reading the weight, and BLAS reads it at up to twice the speed
-    where it is the left factor and the right one has two columns or more. (Measured: LOG.md.)
-    """
-    columns = rows.expand(2, -1).contiguous() if rows.shape[0] == 1 else rows
-    return torch.mm(weight, columns.t()).t()[: rows.shape[0]]
-
-
-def _multiply_runs(x: Tensor, counts: list[int], weights: Sequence[Tensor], few: int = 0) -> Tensor:
-    """Run after run of rows, each times its own matrix, in one result; runs of `few` numbers go their own way."""
-    result = x.new_empty(x.shape[0], weights[0].shape[0])
-    for rows, out, weight in zip(x.split(counts), result.split(counts), weights, strict=True):
-        if rows.numel() <= few:
-            out.copy_(_multiply_few(rows, weight))
-        else:
-            torch.mm(rows, weight.t(), out=out)
-    return result
-
-
-class _GroupedLinear(torch.autograd.Function):
-    """`_multiply_runs`; the backward pass likewise."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *weights)
-        ctx.counts = counts
-        return _multiply_runs(x, counts, weights)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        x, *weights = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        grad_x = torch.empty_like(x)
-        for rows, out, weight in zip(grad.split(ctx.counts), grad_x.split(ctx.counts), weights, strict=True):
-            torch.mm(rows, weight, out=out)
-        grad_weights = [
-            torch.mm(out.t(), rows) for out, rows in zip(grad.split(ctx.counts), x.split(ctx.counts), strict=True)
-        ]
-        return grad_x, None, *grad_weights
-
-
-def grouped_linear(
-    x: Float[Tensor, "T in"], counts: list[int], weights: Sequence[Float[Tensor, "out in"]]
-) -> Float[Tensor, "T out"]:
-    """Multiply consecutive runs of rows by different matrices: run i, of `counts[i]` rows, by `weights[i]`."""
-    if len(weights) == 1:
-        return F.linear(x, weights[0])
-    x, weights = autocast(x), [autocast(weight) for weight in weights]
-    if not torch.is_grad_enabled():
-        is_slow = x.device.type == "cpu" and x.dtype == torch.float32 and weights[0].numel() >= _MANY_NUMBERS
-        return _multiply_runs(x, counts, weights, _FEW_NUMBERS if is_slow else 0)
-    return _GroupedLinear.apply(x, counts, *weights)  # pyright: ignore[reportReturnType]

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from lol.model.config import LoLConfig
+from lol.model.grouped import autocast, fits_kernel, grouped_linear, kernel_linear
 from lol.model.layers import FixedLayer, Float32Bias, Rotary, attention_update
-from lol.model.library import StackedLinear, StackedOutputLinear, autocast, grouped_linear
+from lol.model.library import StackedLinear, StackedOutputLinear
 from lol.model.windows import take_rows
 
 
@@ -78,17 +79,22 @@ class MoE(nn.Module):
         """Each row through its expert."""
         order = expert.argsort(stable=True)
         inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(order.numel(), device=order.device))
-        counts = torch.bincount(expert, minlength=self.router.weight.shape[0]).tolist()
-        used = [index for index, count in enumerate(counts) if count]
-        runs = [counts[index] for index in used]
-
-        def project(stack: nn.Module, rows: Tensor) -> Tensor:
-            weights = stack(autocast)
-            return grouped_linear(rows, runs, [weights[index] for index in used])
-
+        gate, up, down = (stack(autocast) for stack in (self.gate_proj, self.up_proj, self.down_proj))
+        counts = expert.new_zeros(gate.shape[0]).index_add(0, expert, torch.ones_like(expert))
+        if all(map(fits_kernel, (gate, up, down))):
+            project = partial(kernel_linear, ends=counts.cumsum(0).to(torch.int32))
+        else:
+            project = partial(_project_runs, counts=counts.tolist())
         rows = take_rows(picks, order, inverse)
-        rows = project(self.down_proj, F.silu(project(self.gate_proj, rows)) * project(self.up_proj, rows))
+        rows = project(F.silu(project(rows, stack=gate)) * project(rows, stack=up), stack=down)
         return take_rows(rows, inverse, order)
+
+
+def _project_runs(rows: Tensor, stack: Tensor, counts: list[int]) -> Tensor:
+    """Each expert's run of rows through its matrix; those without rows are left out."""
+    weights = stack.unbind(0)
+    used = [index for index, count in enumerate(counts) if count]
+    return grouped_linear(rows, [counts[index] for index in used], [weights[index] for index in used])
 
 
 class MoEBlock(FixedLayer):

@@ -365,7 +365,7 @@ class _TakeRows(torch.autograd.Function):
         inverse, real = ctx.saved_tensors
         grad = grads[0].index_select(0, inverse)
         if real is not None:
-            grad[~real] = 0
+            grad.masked_fill_(~real.view(-1, *[1] * (grad.ndim - 1)), 0)
         return grad, None, None, None
 
 
