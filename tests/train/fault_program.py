@@ -27,7 +27,6 @@ from lol.train.checkpoint import checkpoint_step, newest_checkpoint
 from lol.train.config import Parallel, TrainConfig
 from lol.train.parallel import join_world
 from lol.train.session import prepare, save
-from ranks import alone
 from small_run import draw_at_every_step, small_config
 
 KILLS = {"one": 13, "two": 7}
@@ -245,13 +244,12 @@ def main(folder: Path, corpus: Path) -> None:
             "straight-one": straight(folder / "straight-one", one, 1),
             "one": run_killed(folder / "one", one, 1, KILLS["one"], chance),
         }
-        with alone():
-            result |= {
-                "straight-two": straight(folder / "straight-two", two, 2),
-                "two": run_killed(folder / "two", two, 2, KILLS["two"], chance),
-                "disk": full_disk(folder / "disk", two),
-                "reshard": reshard(folder / "two-ranks", two),
-            }
+        result |= {
+            "straight-two": straight(folder / "straight-two", two, 2),
+            "two": run_killed(folder / "two", two, 2, KILLS["two"], chance),
+            "disk": full_disk(folder / "disk", two),
+            "reshard": reshard(folder / "two-ranks", two),
+        }
     print("\nresult " + json.dumps(result))
 
 

