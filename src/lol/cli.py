@@ -28,13 +28,13 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   recipe show    all that a recipe decides: lol recipe show math-1b
   generate       continue a prompt, or what you type; --path forces blocks
       lol generate --model runs/demo --prompt "import os" --show-path
-  serve          OpenAI's completions API, with paths: lol serve --model runs/demo
+  serve          OpenAI's completions, with paths: lol serve --model runs/demo
   paths show     print the block of every window and depth of a text
       lol paths show --model runs/demo --text "def f(x): return x"
   paths report   write a run's report.html: lol paths report --run runs/demo
   export         write a run's newest model as a folder for transformers
   tokenizer      train a byte-level BPE
-  cost           parameters, FLOPs and bytes: lol cost demo --model.num-experts 16
+  cost           parameters, FLOPs, bytes: lol cost demo --model.num-experts 16
   bench core     time the dispatch of a routed depth against its alternatives
   bench decode   time cached decoding against its alternatives
   bench train    time training steps against a Llama's and the baselines'

@@ -27,7 +27,7 @@ def test_a_pipe_gets_the_newest_state_as_lines(lol: Lol, trained: Path, tmp_path
     (held_out,) = [record["loss"] for record in records if record["event"] == "eval"]
     shown = out.splitlines()
     assert shown[:3] == [
-        f"{trained}  finished in {duration(records[-1]['seconds'])}",
+        f"finished in {duration(records[-1]['seconds'])}  {trained}",
         "step 2 of 2",
         f"loss, nats: training {last['loss']:.3f}  held-out {held_out:.3f} at step 2",
     ]

@@ -142,15 +142,15 @@ def load_map(load: Float[np.ndarray, "D L"], width: int, height: int, plain: boo
 
 def _headline(state: RunState) -> Text:
     style = {"training": "green", "finished": "green", "stopped": "yellow", "waiting": "dim"}[state.status]
-    text = Text(f"{state.run}  ", style="bold", no_wrap=True, overflow="ellipsis")
     words = {
         "waiting": "no step yet",
         "training": "training",
         "stopped": "stopped; lol train --resume goes on",
         "finished": f"finished in {duration(float((state.summary or {}).get('seconds', 0)))}",
     }
-    text.append(words[state.status], style=f"not bold {style}")
-    return text
+    # The state first: a long path is cut at the screen's edge.
+    text = Text(f"{words[state.status]}  ", style=style, no_wrap=True, overflow="ellipsis")
+    return text.append(str(state.run), style="bold")
 
 
 def _where(state: RunState) -> str:
