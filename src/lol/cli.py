@@ -37,6 +37,9 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
       lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
   cost           parameters, FLOPs and bytes of a recipe or a model
       lol cost demo --model.num-experts 16
+  toy run        train one model of the toy: given, learned, dense, …
+      lol toy run given --seed 1
+  toy all        do all toy runs that are not done, side by side
   bench decode   time cached decoding against its alternatives
   bench core     time the dispatch of a routed depth against its alternatives
       lol bench core --json core.json
@@ -253,6 +256,23 @@ def recipe_show(args: list[str]) -> int:
     return _write_numbers(_parse(RecipeShow, "recipe show", args), show_recipe)
 
 
+def toy_run(args: list[str]) -> int:
+    from lol.experiments.toy.runs import ToyRun
+    from lol.experiments.toy.runs import toy_run as run_toy
+
+    if args and not args[0].startswith("-"):
+        args = ["--model", *args]
+    run_toy(_parse(ToyRun, "toy run", args))
+    return 0
+
+
+def toy_all(args: list[str]) -> int:
+    from lol.experiments.toy.runs import ToyAll
+    from lol.experiments.toy.runs import toy_all as run_all
+
+    return 1 if run_all(_parse(ToyAll, "toy all", args)) else 0
+
+
 def bench_core(args: list[str]) -> int:
     from lol.bench.core import BenchCore, bench
 
@@ -282,6 +302,8 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("paths", "report"): paths_report,
     ("tokenizer",): tokenizer,
     ("cost",): cost,
+    ("toy", "run"): toy_run,
+    ("toy", "all"): toy_all,
     ("bench", "core"): bench_core,
     ("bench", "decode"): bench_decode,
 }

@@ -11,6 +11,7 @@ that the grouped form is tested against. Letters: T tokens, K windows, d width, 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Literal, cast
@@ -104,6 +105,7 @@ class Dispatch(GradientCheckpointingLayer):
         super().__init__()
         self.config = config
         self.form: Literal["grouped", "loop"] = "grouped"
+        self.is_causal = True
 
     def forward(
         self,
@@ -198,7 +200,9 @@ class Dispatch(GradientCheckpointingLayer):
     def _attention(self, windows: Windows, past: DepthPass | None = None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         if past is not None:
             return partial(past.attend, windows=windows)
-        return partial(window_attention, windows=windows, shape=AttentionShape.of(self.config))
+        return partial(
+            window_attention, windows=windows, shape=replace(AttentionShape.of(self.config), is_causal=self.is_causal)
+        )
 
 
 def _as_is(x: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class Progress:
         parts.append(f"{self._tokens_per_second(now):,.0f} tokens/s")
         left = self.seconds_left(step)
         if left is not None:
-            parts.append(f"{_duration(left)} left")
+            parts.append(f"{duration(left)} left")
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step, text=("  " if self._is_wide() else " ").join(parts))
         else:
@@ -158,7 +158,8 @@ def shorten(number: int | float, unit: str = "") -> str:
     return f"{number:.3g} {_PREFIXES[place]}{unit}".rstrip()
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Minutes and seconds, with hours where there are some: "2:05", "1:02:05"."""
     minutes, second = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{second:02}" if hours else f"{minutes}:{second:02}"
