@@ -127,7 +127,7 @@ class ToyModel(LoLPreTrainedModel):
     def _features(self, state: Tensor, step: int, instruction: Tensor) -> Float[Tensor, "B d"]:
         """½ (mean state + depth embedding); where the blocks are blind, plus the mean of the program's embeddings."""
         features = 0.5 * (state.mean(1) + self.depth_embedding.weight[step])
-        return features + instruction.mean(1) if self.toy.blind else features
+        return (features + instruction.mean(1) if self.toy.blind else features).float()
 
     def _run(self, state: Tensor, shelf: Shelf, expert: Tensor, weight: Tensor) -> Tensor:
         return self.dispatch(state, shelf, _one_window_each(expert.shape[0], state.shape[0] // expert.shape[0]),
