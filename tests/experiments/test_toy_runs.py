@@ -62,14 +62,14 @@ def test_a_done_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_all_runs_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     command = ToyAll(models=("dense", "looped"), splits=("programs", "functions"), seeds=1, out=tmp_path)
     wanted = runs_of(command)
-    assert [run.name for run in wanted] == [
+    assert [one.name for one in wanted] == [
         "dense.programs-0.seed-0",
         "looped.programs-0.seed-0",
         "dense.functions-0.seed-0",
         "looped.functions-0.seed-0",
     ]
-    for run in wanted[1:3]:
-        run.file(tmp_path).write_text("{}")
+    for done in wanted[1:3]:
+        done.file(tmp_path).write_text("{}")
     started = []
 
     def instead(command: list[str], **options: object) -> subprocess.Popen:
@@ -89,7 +89,7 @@ def test_all_runs_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_first_rows_have_five_seeds():
     wanted = runs_of(ToyAll(splits=("programs",)))
-    assert sum(run.model == "dense" for run in wanted) == 5
-    assert sum(run.model == "looped" for run in wanted) == 3
+    assert sum(one.model == "dense" for one in wanted) == 5
+    assert sum(one.model == "looped" for one in wanted) == 3
     assert len(set(wanted)) == len(wanted)
     assert Run("given", 1, "functions", 2).name == "given.functions-2.seed-1"
