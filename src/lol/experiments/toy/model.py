@@ -16,6 +16,7 @@ from lol.model.base import LoLPreTrainedModel
 from lol.model.layers import RMSNorm
 from lol.model.library import Dispatch, Library, Shelf
 from lol.model.router import Router
+from lol.model.short_windows import Packed, pack
 from lol.model.windows import WindowLayout, find_documents, lay_windows
 
 
@@ -62,6 +63,7 @@ class ToyModel(LoLPreTrainedModel):
         self.library = Library(self.config)
         self.dispatch = Dispatch(self.config)
         self.dispatch.is_causal = False
+        self.packs_shelf = True
         self.norm = RMSNorm(d, self.config.rms_norm_eps)
         self.head = nn.Linear(d, BASE)
         self.router = None
@@ -100,6 +102,7 @@ class ToyModel(LoLPreTrainedModel):
             x = torch.cat([x, instruction], dim=1)
         x = x + self.place_embedding.weight
         shelf, length = self.library(), x.shape[1]
+        shelf = pack(shelf) if self.packs_shelf else shelf
         state, states = x.flatten(0, 1), [x]
         experts, router_logits = [], []
         for step in range(self.toy.steps):
@@ -129,11 +132,11 @@ class ToyModel(LoLPreTrainedModel):
         features = 0.5 * (state.mean(1) + self.depth_embedding.weight[step])
         return (features + instruction.mean(1) if self.toy.blind else features).float()
 
-    def _run(self, state: Tensor, shelf: Shelf, expert: Tensor, weight: Tensor) -> Tensor:
+    def _run(self, state: Tensor, shelf: Shelf | Packed, expert: Tensor, weight: Tensor) -> Tensor:
         return self.dispatch(state, shelf, _one_window_each(expert.shape[0], state.shape[0] // expert.shape[0]),
                              expert, weight, None)  # fmt: skip
 
-    def _mix(self, state: Tensor, shelf: Shelf, shares: Float[Tensor, "B L"]) -> Tensor:
+    def _mix(self, state: Tensor, shelf: Shelf | Packed, shares: Float[Tensor, "B L"]) -> Tensor:
         """s + Σ_m share_m (E_m(s) - s): every block on a copy of every window."""
         batch, blocks = shares.shape
         copies = state.repeat(blocks, 1)
