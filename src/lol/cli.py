@@ -40,9 +40,11 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   toy run        train one model of the toy: given, learned, dense, …
       lol toy run given --seed 1
   toy all        do all toy runs that are not done, side by side
+  toy table      the toy's table and figures beside the article's numbers
   bench decode   time cached decoding against its alternatives
   bench core     time the dispatch of a routed depth against its alternatives
       lol bench core --json core.json
+  bench toy      time a training step of the toy against the plain loop
 """
 
 
@@ -273,10 +275,24 @@ def toy_all(args: list[str]) -> int:
     return 1 if run_all(_parse(ToyAll, "toy all", args)) else 0
 
 
+def toy_table(args: list[str]) -> int:
+    from lol.experiments.toy.table import ToyTable
+    from lol.experiments.toy.table import toy_table as write_table
+
+    print(write_table(_parse(ToyTable, "toy table", args)))
+    return 0
+
+
 def bench_core(args: list[str]) -> int:
     from lol.bench.core import BenchCore, bench
 
     return _write_numbers(_parse(BenchCore, "bench core", args), bench)
+
+
+def bench_toy(args: list[str]) -> int:
+    from lol.bench.toy import BenchToy, bench
+
+    return _write_numbers(_parse(BenchToy, "bench toy", args), bench)
 
 
 def bench_decode(args: list[str]) -> int:
@@ -304,8 +320,10 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("cost",): cost,
     ("toy", "run"): toy_run,
     ("toy", "all"): toy_all,
+    ("toy", "table"): toy_table,
     ("bench", "core"): bench_core,
     ("bench", "decode"): bench_decode,
+    ("bench", "toy"): bench_toy,
 }
 
 

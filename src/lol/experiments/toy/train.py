@@ -62,31 +62,46 @@ def given_path(config: ToyConfig, program: Int[Tensor, "B S"]) -> Int[Tensor, "B
             return None
 
 
-def train(config: ToyConfig, seed: int) -> tuple[ToyModel, Split]:
-    """Train a model; one thread gives the same bits again."""
-    split = split_programs(config.task, config.split, config.split_number, config.num_held_out)
-    set_seed(seed)
-    model = ToyModel(config)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
-    )
-    generator = generator_named(f"toy {seed}")
-    for step in range(config.train_steps):
-        for group in optimizer.param_groups:
+class Training:
+    """A model, its optimizer and the draws that they see; one thread gives the same bits again."""
+
+    def __init__(self, config: ToyConfig, seed: int):
+        self.config = config
+        self.split = split_programs(config.task, config.split, config.split_number, config.num_held_out)
+        set_seed(seed)
+        self.model = ToyModel(config)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+        )
+        self.generator = generator_named(f"toy {seed}")
+        self.step = 0
+
+    def take_step(self) -> None:
+        """Train on one batch."""
+        config, model, step = self.config, self.model, self.step
+        for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(step, config.train_steps, config.optim)
-        examples = draw(config, split.trained, config.batch_size, generator)
-        output = forward_in_training(model, examples, step, generator)
+        examples = draw(config, self.split.trained, config.batch_size, self.generator)
+        output = forward_in_training(model, examples, step, self.generator)
         loss = F.cross_entropy(output.logits.flatten(0, 1), examples.target.flatten())
         if config.sequence_aux:
             loss = loss + config.sequence_aux * sequence_balance(output)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         if model.router is not None and config.router_training == "top-1":
             load = F.one_hot(output.experts, config.num_blocks).sum(0)
             update_bias(model.expert_bias, load, config.balance, step, config.train_steps)
-    return model.eval(), split
+        self.step += 1
+
+
+def train(config: ToyConfig, seed: int) -> tuple[ToyModel, Split]:
+    """Train a model, and say which programs it saw."""
+    training = Training(config, seed)
+    for _ in range(config.train_steps):
+        training.take_step()
+    return training.model.eval(), training.split
 
 
 def forward_in_training(model: ToyModel, examples: Examples, step: int, generator: torch.Generator) -> ToyOutput:
