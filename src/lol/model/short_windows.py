@@ -1,12 +1,12 @@
 """A routed depth for many short windows of one length, with its backward pass written out: what `Dispatch` runs on a
 packed shelf.
 
-With windows of a dozen tokens and narrow blocks, the time of the grouped form goes into the many small operations
-around the matrix products, and into attention kernels made for long rows. Here each norm's scale is folded into the
-projections behind it, projections that read the same tokens are one product, attention is two batched products, and
-the backward pass keeps and makes no more than it needs. What is computed is `block_update`, and tests hold it and its
-gradients equal to `Dispatch.form = "loop"`. Letters: T tokens, K windows, n tokens of a window, d width, f width of
-the MLP, H heads, h head size, L blocks.
+With windows of a dozen tokens and narrow blocks, much of a depth's time goes into the small operations around the
+matrix products, and into attention kernels made for long rows. Here each norm's scale is folded into the projections
+behind it, projections that read the same tokens are one product, attention is two batched products, and the backward
+pass makes no more than it needs. What is computed is `block_update`; tests hold it and its gradients equal to
+`Dispatch.form = "loop"`. Letters: T tokens, K windows, n tokens of a window, d width, f width of the MLP, H heads,
+h head size, L blocks, c parts (queries, keys, values).
 """
 
 from typing import Any, NamedTuple
@@ -66,84 +66,98 @@ def short_window_update(
 
 
 class _ShortWindows(torch.autograd.Function):
+    """One block after the other, each on all of its windows: what it makes on the way stays in the processor's cache."""
+
     @staticmethod
     def forward(
         ctx: Any, state: Tensor, qkv: Tensor, out: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor, shape: Shape
     ) -> Tensor:
         order = expert.argsort(stable=True)
-        counts = (torch.bincount(expert, minlength=qkv.shape[0]) * shape.length).tolist()
+        counts = torch.bincount(expert, minlength=qkv.shape[0])
+        runs = (counts * shape.length).tolist()
         x = _take_windows(state, order)
-        normed, scale = _normalize(x, shape.eps)
-        parts = _split_heads(_multiply(normed, counts, qkv), shape)
-        angles = rotary_angles(torch.arange(shape.length), parts.shape[-1], shape.rope_theta, x.dtype)
-        turned = rotate(parts[:2], angles)
-        probability = _attend(turned, shape)
-        joined = _join_heads(torch.bmm(probability, parts[2].flatten(0, 1)), shape)
-        attention = _multiply(joined, counts, out)
-        hidden_normed, hidden_scale = _normalize(x.add_(attention), shape.eps)
-        gate_and_up = _multiply(hidden_normed, counts, gate_up)
-        gate, up = gate_and_up.chunk(2, dim=-1)
-        sigmoid = torch.sigmoid(gate)
-        swish = gate * sigmoid
-        gated = swish * up
-        update = _multiply(gated, counts, down).add_(attention)
+        update = torch.empty_like(x)
+        angles = rotary_angles(torch.arange(shape.length), shape.width // shape.heads, shape.rope_theta, x.dtype)
+        kept: list[Tensor] = []
+        for rows, part, *weights in zip(x.split(runs), update.split(runs), qkv, out, gate_up, down, strict=True):
+            if rows.shape[0]:
+                kept += _run_block(rows, part, Packed(*weights), angles, shape)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel())
-        ctx.save_for_backward(
-            qkv, out, gate_up, down, order, inverse, normed, scale, turned, parts, probability, joined, hidden_normed,
-            hidden_scale, up, sigmoid, swish, gated,
-        )  # fmt: skip
-        ctx.counts, ctx.shape, ctx.angles = counts, shape, angles
+        ctx.save_for_backward(qkv, out, gate_up, down, order, inverse, *kept)
+        ctx.runs, ctx.shape, ctx.angles = runs, shape, angles
         return _take_windows(update, inverse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (qkv, out, gate_up, down, order, inverse, normed, scale, turned, parts, probability, joined, hidden_normed,
-         hidden_scale, up, sigmoid, swish, gated) = ctx.saved_tensors  # fmt: skip
-        counts, shape, angles = ctx.counts, ctx.shape, ctx.angles
+        qkv, out, gate_up, down, order, inverse, *kept = ctx.saved_tensors
         grad = _take_windows(grads[0], order)
+        grad_state = torch.empty_like(grad)
+        stacks = (qkv, out, gate_up, down)
+        grad_stacks = [torch.empty_like(stack) for stack in stacks]
+        turned_back = Rotary(ctx.angles.cos, -ctx.angles.sin)
+        for block, (above, below) in enumerate(zip(grad.split(ctx.runs), grad_state.split(ctx.runs), strict=True)):
+            grad_weights = Packed(*(stack[block] for stack in grad_stacks))
+            if above.shape[0]:
+                mine, kept = kept[:_KEPT], kept[_KEPT:]
+                weights = Packed(*(stack[block] for stack in stacks))
+                _run_back(above, below, mine, weights, grad_weights, turned_back, ctx.shape)
+            else:
+                for weight in grad_weights:
+                    weight.zero_()
+        return _take_windows(grad_state, inverse), *grad_stacks, None, None
 
-        grad_gated, grad_down = _multiply_back(grad, gated, counts, down)
-        grad_gate_and_up = grad.new_empty(grad.shape[0], gate_up.shape[1])
-        grad_gate, grad_up = grad_gate_and_up.chunk(2, dim=-1)
-        torch.mul(grad_gated, swish, out=grad_up)
-        slope = torch.addcmul(swish, swish, sigmoid, value=-1).add_(sigmoid)
-        torch.mul(grad_gated.mul_(up), slope, out=grad_gate)
-        grad_normed, grad_gate_up = _multiply_back(grad_gate_and_up, hidden_normed, counts, gate_up)
-        grad_hidden = _normalize_back(grad_normed, hidden_normed, hidden_scale)
 
-        grad_joined, grad_out = _multiply_back(grad + grad_hidden, joined, counts, out)
-        grad_parts = _attend_back(_split_heads(grad_joined, shape)[0], turned, parts, probability, angles)
-        grad_normed, grad_qkv = _multiply_back(_join_heads(grad_parts, shape), normed, counts, qkv)
-        grad_state = grad_hidden.add_(_normalize_back(grad_normed, normed, scale))
-        return _take_windows(grad_state, inverse), grad_qkv, grad_out, grad_gate_up, grad_down, None, None
+_KEPT = 10
+"""How many tensors `_run_block` returns."""
+
+
+def _run_block(x: Tensor, update: Tensor, block: Packed, angles: Rotary, shape: Shape) -> tuple[Tensor, ...]:
+    """Write E(x) - x of one block, and return what its backward pass needs."""
+    normed, scale = _normalize(x, shape.eps)
+    parts = _split_heads(normed @ block.qkv.t(), shape)
+    turned = rotate(parts[:2], angles)
+    value = parts[2]
+    probability = _attend(turned, shape)
+    joined = _join_heads(torch.bmm(probability, value.flatten(0, 1)), shape)
+    attention = joined @ block.out.t()
+    hidden_normed, hidden_scale = _normalize(x + attention, shape.eps)
+    gate_and_up = hidden_normed @ block.gate_up.t()
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    sigmoid = torch.sigmoid(gate)
+    torch.addmm(attention, (gate * sigmoid).mul_(up), block.down.t(), out=update)
+    return normed, scale, turned, value, probability, joined, hidden_normed, hidden_scale, gate_and_up, sigmoid
+
+
+def _run_back(
+    grad: Tensor, grad_x: Tensor, kept: list[Tensor], block: Packed, grads: Packed, turned_back: Rotary, shape: Shape
+) -> None:
+    """Write the gradients of `_run_block` for its rows and its matrices."""
+    normed, scale, turned, value, probability, joined, hidden_normed, hidden_scale, gate_and_up, sigmoid = kept
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    swish = gate * sigmoid
+    torch.mm(grad.t(), swish * up, out=grads.down)
+    grad_gated = grad @ block.down
+    grad_gate_and_up = torch.empty_like(gate_and_up)
+    grad_gate, grad_up = grad_gate_and_up.chunk(2, dim=-1)
+    torch.mul(grad_gated, swish, out=grad_up)
+    slope = swish.addcmul_(swish, sigmoid, value=-1).add_(sigmoid)
+    torch.mul(grad_gated.mul_(up), slope, out=grad_gate)
+    torch.mm(grad_gate_and_up.t(), hidden_normed, out=grads.gate_up)
+    grad_hidden = _normalize_back(grad_gate_and_up @ block.gate_up, hidden_normed, hidden_scale)
+
+    grad_attention = grad + grad_hidden
+    torch.mm(grad_attention.t(), joined, out=grads.out)
+    grad_joined = _split_heads(grad_attention @ block.out, shape)[0]
+    grad_parts = _join_heads(_attend_back(grad_joined, turned, value, probability, turned_back), shape)
+    torch.mm(grad_parts.t(), normed, out=grads.qkv)
+    torch.add(grad_hidden, _normalize_back(grad_parts @ block.qkv, normed, scale), out=grad_x)
 
 
 def _take_windows(stream: Tensor, windows: Tensor) -> Tensor:
     """The windows of a stream in another order."""
     rows = stream.reshape(windows.numel(), -1).index_select(0, windows)
     return rows.view(-1, stream.shape[-1])
-
-
-def _multiply(x: Tensor, counts: list[int], weights: Tensor) -> Tensor:
-    """Run after run of rows, each times its block's matrix."""
-    result = x.new_empty(x.shape[0], weights.shape[1])
-    for rows, part, weight in zip(x.split(counts), result.split(counts), weights.unbind(0), strict=True):
-        torch.mm(rows, weight.t(), out=part)
-    return result
-
-
-def _multiply_back(grad: Tensor, x: Tensor, counts: list[int], weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `_multiply` for the rows and the matrices; that of a matrix without rows is zero."""
-    grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
-    runs = zip(
-        grad.split(counts), x.split(counts), grad_x.split(counts), weights.unbind(0), grad_weights.unbind(0),
-        strict=True,
-    )  # fmt: skip
-    for grad_rows, rows, grad_x_rows, weight, grad_weight in runs:
-        torch.mm(grad_rows, weight, out=grad_x_rows)
-        torch.mm(grad_rows.t(), rows, out=grad_weight)
-    return grad_x, grad_weights
 
 
 def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -184,16 +198,16 @@ def _attend(turned: Tensor, shape: Shape) -> Tensor:
     return scores.div_(scores.sum(-1, keepdim=True))
 
 
-def _attend_back(grad: Tensor, turned: Tensor, parts: Tensor, probability: Tensor, angles: Rotary) -> Tensor:
-    """The gradient of queries, keys and values before their turn, as `parts` has them."""
-    grad = grad.flatten(0, 1)
+def _attend_back(grad: Tensor, turned: Tensor, value: Tensor, probability: Tensor, turned_back: Rotary) -> Tensor:
+    """(3, K, H, n, h): the gradient of queries and keys before their turn, and of values."""
+    grad, value = grad.flatten(0, 1), value.flatten(0, 1)
     query, key = turned.flatten(1, 2)
-    result = torch.empty_like(parts)
+    result = turned.new_empty(3, *turned.shape[1:])
     torch.bmm(probability.transpose(1, 2), grad, out=result[2].flatten(0, 1))
-    grad_scores = torch.bmm(grad, parts[2].flatten(0, 1).transpose(1, 2)).mul_(probability)
+    grad_scores = torch.bmm(grad, value.transpose(1, 2)).mul_(probability)
     grad_scores.addcmul_(probability, grad_scores.sum(-1, keepdim=True), value=-1).mul_(query.shape[-1] ** -0.5)
     grad_turned = torch.empty_like(turned)
     torch.bmm(grad_scores, key, out=grad_turned[0].flatten(0, 1))
     torch.bmm(grad_scores.transpose(1, 2), query, out=grad_turned[1].flatten(0, 1))
-    result[:2] = rotate(grad_turned, Rotary(angles.cos, -angles.sin))
+    result[:2] = rotate(grad_turned, turned_back)
     return result
