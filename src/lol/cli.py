@@ -41,6 +41,8 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
       lol toy run given --seed 1
   toy all        do all toy runs that are not done, side by side
   toy table      the toy's table and figures beside the article's numbers
+  toy play       type digits and a program, see path and state
+      lol toy play results/toy/runs/given.programs-0.seed-0.json
   bench decode   time cached decoding against its alternatives
   bench core     time the dispatch of a routed depth against its alternatives
       lol bench core --json core.json
@@ -283,6 +285,14 @@ def toy_table(args: list[str]) -> int:
     return 0
 
 
+def toy_play(args: list[str]) -> int:
+    from lol.experiments.toy.play import ToyPlay
+    from lol.experiments.toy.play import play as run_play
+
+    run_play(_parse(ToyPlay, "toy play", args))
+    return 0
+
+
 def bench_core(args: list[str]) -> int:
     from lol.bench.core import BenchCore, bench
 
@@ -321,6 +331,7 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("toy", "run"): toy_run,
     ("toy", "all"): toy_all,
     ("toy", "table"): toy_table,
+    ("toy", "play"): toy_play,
     ("bench", "core"): bench_core,
     ("bench", "decode"): bench_decode,
     ("bench", "toy"): bench_toy,

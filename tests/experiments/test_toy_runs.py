@@ -11,7 +11,7 @@ import torch
 
 from lol.experiments.toy import runs
 from lol.experiments.toy.config import MODELS, ToyConfig
-from lol.experiments.toy.runs import Run, ToyAll, ToyRun, runs_of, toy_all, toy_run
+from lol.experiments.toy.runs import Run, ToyAll, ToyRun, runs_of, toy_all, toy_run, weights_of
 from lol.experiments.toy.train import run, train
 
 
@@ -53,7 +53,7 @@ def test_a_done_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file = tmp_path / "dense.programs-0.seed-0.json"
     record = json.loads(file.read_text())
     assert record["command"] == "lol toy run dense --seed 0"
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [file.name, weights_of(file).name]
     monkeypatch.setattr(runs, "run_config", None)
     toy_run(ToyRun("dense", out=tmp_path))
     assert "done before" in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """`lol bench toy`: a training step of the toy against the same step with a plain loop over the blocks.
 
-Seconds are those of this process's CPU, one thread, interleaved in one process (`measure.py`): the toy's runs stand side
-by side on a machine that may do other things.
+Seconds are those of this process's CPU, one thread, interleaved in one process (`measure.py`): the toy's runs stand
+side by side on a machine that may do other things.
 """
 
 import time

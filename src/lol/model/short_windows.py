@@ -66,7 +66,7 @@ def short_window_update(
 
 
 class _ShortWindows(torch.autograd.Function):
-    """One block after the other, each on all of its windows: what it makes on the way stays in the processor's cache."""
+    """One block after the other, each on all of its windows: what it makes on the way stays in the cache."""
 
     @staticmethod
     def forward(

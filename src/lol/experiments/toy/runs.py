@@ -95,9 +95,15 @@ def toy_run(command: ToyRun) -> None:
         print(f"done before: {file}")
         return
     torch.set_num_threads(1)
-    record = run_config(run.config, run.seed)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    record = run_config(run.config, run.seed, weights=weights_of(file))
     write_record(file, {"model": run.model, "command": command_of(run), **record})
     print(f"{run.name}: trained {record['trained']['accuracy']} %, held out {record['held_out']['accuracy']} %")
+
+
+def weights_of(record: Path) -> Path:
+    """Where a run's weights are: beside its record, for `lol toy play`; git leaves them out."""
+    return record.with_suffix(".safetensors")
 
 
 def command_of(run: Run) -> str:
@@ -109,7 +115,6 @@ def command_of(run: Run) -> str:
 
 def write_record(file: Path, record: dict[str, Any]) -> None:
     """Write a record whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".partial-{os.getpid()}")
     partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     partial.rename(file)

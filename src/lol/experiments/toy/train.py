@@ -2,11 +2,13 @@
 
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import set_seed
 
@@ -144,10 +146,16 @@ def percent(right: Bool[Tensor, "N"]) -> float:
     return round(100 * right.float().mean().item(), 2)
 
 
-def run(config: ToyConfig, seed: int) -> dict[str, Any]:
-    """Train and measure; the record of the run, of JSON values, accuracies in percent."""
+def run(config: ToyConfig, seed: int, weights: Path | None = None) -> dict[str, Any]:
+    """Train, write the weights to a file if one is named, and measure.
+
+    Returns:
+        The record of the run, of JSON values, accuracies in percent.
+    """
     began = time.process_time()
     model, split = train(config, seed)
+    if weights is not None:
+        save_file(model.state_dict(), weights)
     record: dict[str, Any] = {"config": asdict(config), "seed": seed, "torch": torch.__version__}
     for side, programs in (("trained", split.trained), ("held_out", split.held_out)):
         right, examples, experts = evaluate(model, programs, seed)
