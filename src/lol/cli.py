@@ -40,6 +40,8 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   toy run        train one model of the toy: given, learned, dense, …
       lol toy run given --seed 1
   toy all        do all toy runs that are not done, side by side
+  toy discover   train a router that finds the primitives: pc, mix, ord
+      lol toy discover ord --seed 1 --split functions
   toy table      the toy's table and figures beside the article's numbers
   toy play       type digits and a program, see path and state
       lol toy play results/toy/runs/given.programs-0.seed-0.json
@@ -277,6 +279,14 @@ def toy_all(args: list[str]) -> int:
     return 1 if run_all(_parse(ToyAll, "toy all", args)) else 0
 
 
+def toy_discover(args: list[str]) -> int:
+    from lol.experiments.toy.discover_runs import ToyDiscover
+    from lol.experiments.toy.discover_runs import toy_discover as run_discovery
+
+    run_discovery(_parse(ToyDiscover, "toy discover", args))
+    return 0
+
+
 def toy_table(args: list[str]) -> int:
     from lol.experiments.toy.table import ToyTable
     from lol.experiments.toy.table import toy_table as write_table
@@ -330,6 +340,7 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("cost",): cost,
     ("toy", "run"): toy_run,
     ("toy", "all"): toy_all,
+    ("toy", "discover"): toy_discover,
     ("toy", "table"): toy_table,
     ("toy", "play"): toy_play,
     ("bench", "core"): bench_core,

@@ -85,7 +85,9 @@ class Split:
     held_out: tuple[Program, ...]
 
 
-def split_programs(task: Task, kind: str, number: int, held_out: int) -> Split:
+def split_programs(
+    task: Task, kind: str, number: int, held_out: int, among: tuple[Program, ...] | None = None
+) -> Split:
     """Hold out `held_out` programs so that every primitive still appears at every step in training.
 
     Args:
@@ -94,22 +96,24 @@ def split_programs(task: Task, kind: str, number: int, held_out: int) -> Split:
             programs that compute the same, so that no held-out program computes what a trained one computes.
         number: Which of the splits of this kind; a function of it and of nothing else.
         held_out: Programs to hold out.
+        among: Split these alone; without it, all of the task.
 
     Raises:
         UserError: no such split was found.
     """
+    programs = task.programs if among is None else among
     if kind == "programs":
-        units = [[program] for program in task.programs]
+        units = [[program] for program in programs]
     else:
-        units = [[p for p in task.programs if task.functions[p] == f] for f in range(max(task.functions.values()) + 1)]
+        units = [[p for p in programs if task.functions[p] == f] for f in range(max(task.functions.values()) + 1)]
     generator = torch.Generator().manual_seed(number)
     for _ in range(1000):
         chosen: set[Program] = set()
         for unit in torch.randperm(len(units), generator=generator).tolist():
             if len(chosen) + len(units[unit]) <= held_out:
                 chosen.update(units[unit])
-        trained = tuple(program for program in task.programs if program not in chosen)
+        trained = tuple(program for program in programs if program not in chosen)
         seen = {(step, primitive) for program in trained for step, primitive in enumerate(program)}
         if len(chosen) == held_out and len(seen) == task.steps * len(task.primitives):
             return Split(trained, tuple(sorted(chosen)))
-    raise UserError(f"{held_out} of {len(task.programs)} programs cannot be held out by {kind}: hold out fewer")
+    raise UserError(f"{held_out} of {len(programs)} programs cannot be held out by {kind}: hold out fewer")

@@ -146,6 +146,26 @@ def percent(right: Bool[Tensor, "N"]) -> float:
     return round(100 * right.float().mean().item(), 2)
 
 
+def describe(
+    config: ToyConfig,
+    programs: tuple[Program, ...],
+    right: Bool[Tensor, "B"],
+    examples: Examples,
+    experts: Int[Tensor, "B S"],
+) -> dict[str, Any]:
+    """What a record says of examples of these programs: accuracies, uses of the blocks, how they follow the program."""
+    uses = count_uses(experts, examples.program, config.num_blocks, len(config.primitives))
+    of_program = {program: (examples.program == torch.tensor(program)).all(-1) for program in programs}
+    return {
+        "accuracy": percent(right),
+        "by_program": {"".join(map(str, program)): percent(right[own]) for program, own in of_program.items()},
+        "uses": uses.tolist(),
+        "separation": separation(uses),
+        "purity": purity(uses).tolist(),
+        "depth_concentration": depth_concentration(uses),
+    }
+
+
 def run(config: ToyConfig, seed: int, weights: Path | None = None) -> dict[str, Any]:
     """Train, write the weights to a file if one is named, and measure.
 
@@ -159,16 +179,7 @@ def run(config: ToyConfig, seed: int, weights: Path | None = None) -> dict[str, 
     record: dict[str, Any] = {"config": asdict(config), "seed": seed, "torch": torch.__version__}
     for side, programs in (("trained", split.trained), ("held_out", split.held_out)):
         right, examples, experts = evaluate(model, programs, seed)
-        uses = count_uses(experts, examples.program, config.num_blocks, len(config.primitives))
-        of_program = {program: (examples.program == torch.tensor(program)).all(-1) for program in programs}
-        record[side] = {
-            "accuracy": percent(right),
-            "by_program": {"".join(map(str, program)): percent(right[own]) for program, own in of_program.items()},
-            "uses": uses.tolist(),
-            "separation": separation(uses),
-            "purity": purity(uses).tolist(),
-            "depth_concentration": depth_concentration(uses),
-        }
+        record[side] = describe(config, programs, right, examples, experts)
     if model.router is not None:
         mode = mode_path(torch.tensor(record["trained"]["uses"]))
         right, *_ = evaluate(model, split.held_out, seed, mode=mode)
