@@ -38,7 +38,7 @@ def draw_held_out(records: Sequence[dict[str, Any]], file: Path) -> None:
     axes.set_xlim(-2, 102)
     axes.set_xlabel("held-out programs, % with all eight digits right; a dot per seed, a bar at the mean")
     axes.legend(frameon=False, loc="lower right", fontsize=8)
-    _save(figure, file)
+    save_figure(figure, file)
 
 
 def draw_separation(records: Sequence[dict[str, Any]], file: Path) -> None:
@@ -65,7 +65,7 @@ def draw_separation(records: Sequence[dict[str, Any]], file: Path) -> None:
     axes.set_xlim(0.3, 1.03)
     axes.set_ylim(0.2, 1.03)
     axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    _save(figure, file)
+    save_figure(figure, file)
 
 
 def draw_routing(records: Sequence[dict[str, Any]], file: Path) -> None:
@@ -99,7 +99,7 @@ def draw_routing(records: Sequence[dict[str, Any]], file: Path) -> None:
         for side in axes.spines.values():
             side.set_visible(False)
     grid[0].set_title("share of each block (colour) by step and primitive; the first seed", fontsize=9, loc="left")
-    _save(figure, file)
+    save_figure(figure, file)
 
 
 def _axes(figure: Figure) -> Axes:
@@ -112,7 +112,7 @@ def _axes(figure: Figure) -> Axes:
     return axes
 
 
-def _save(figure: Figure, file: Path) -> None:
-    # The same file for the same numbers: no date, and ids that do not change.
+def save_figure(figure: Figure, file: Path) -> None:
+    """Write a figure as SVG: the same file for the same numbers, so no date, and ids that do not change."""
     with matplotlib.rc_context({"svg.hashsalt": "lol", "svg.fonttype": "none", "font.family": "sans-serif"}):
         figure.savefig(file, metadata={"Date": None})

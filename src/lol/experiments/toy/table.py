@@ -9,6 +9,7 @@ from typing import Any
 
 from lol.errors import UserError
 from lol.experiments.toy.config import MODELS
+from lol.experiments.toy.discover_table import discovery_section, draw_forming, read_discoveries
 from lol.experiments.toy.figures import draw_held_out, draw_routing, draw_separation
 
 Record = dict[str, Any]
@@ -48,8 +49,10 @@ class ToyTable:
 
     runs: Path = Path("results/toy/runs")
     """Folder of the records."""
+    discovery: Path = Path("results/toy/discovery")
+    """Folder of the records of `lol toy discover`; it may be missing."""
     out: Path = Path("results/toy")
-    """Folder that is written: table.md, held-out.svg, separation.svg, routing.svg."""
+    """Folder that is written: table.md, held-out.svg, separation.svg, routing.svg, forming.svg."""
 
 
 def toy_table(command: ToyTable) -> str:
@@ -59,6 +62,10 @@ def toy_table(command: ToyTable) -> str:
         raise UserError(f"there are no records in {command.runs}: start some with `lol toy all --out {command.runs}`")
     text = "\n".join(_section(split, records) for split in sorted({split_of(record) for record in records}))
     command.out.mkdir(parents=True, exist_ok=True)
+    discoveries = read_discoveries(command.discovery)
+    if discoveries:
+        text += "\n" + discovery_section(discoveries)
+        draw_forming(discoveries[0], command.out / "forming.svg")
     (command.out / "table.md").write_text(text, encoding="utf-8")
     draw_held_out(records, command.out / "held-out.svg")
     draw_separation(records, command.out / "separation.svg")
