@@ -35,9 +35,10 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   export         write a run's newest model as a folder for transformers
   tokenizer      train a byte-level BPE
   cost           parameters, FLOPs, bytes: lol cost demo --model.num-experts 16
-  bench core     time the dispatch of a routed depth against its alternatives
-  bench decode   time cached decoding against its alternatives
-  bench train    time training steps against a Llama's and the baselines'
+  toy run, toy all, toy table      the article's toy: a model, all, their table
+  toy discover, toy play           find its primitives; look into a trained run
+  bench core, bench decode, bench train, bench toy
+                 time dispatch, decoding, training, the toy beside alternatives
   bench gpu      check a GPU against the CPU, and run all of this on it
 """
 
@@ -281,10 +282,57 @@ def watch(args: list[str]) -> int:
     return run_watch(_parse(Watch, "watch", args))
 
 
+def toy_run(args: list[str]) -> int:
+    from lol.experiments.toy.runs import ToyRun
+    from lol.experiments.toy.runs import toy_run as run_toy
+
+    if args and not args[0].startswith("-"):
+        args = ["--model", *args]
+    run_toy(_parse(ToyRun, "toy run", args))
+    return 0
+
+
+def toy_all(args: list[str]) -> int:
+    from lol.experiments.toy.runs import ToyAll
+    from lol.experiments.toy.runs import toy_all as run_all
+
+    return 1 if run_all(_parse(ToyAll, "toy all", args)) else 0
+
+
+def toy_discover(args: list[str]) -> int:
+    from lol.experiments.toy.discover_runs import ToyDiscover
+    from lol.experiments.toy.discover_runs import toy_discover as run_discovery
+
+    run_discovery(_parse(ToyDiscover, "toy discover", args))
+    return 0
+
+
+def toy_table(args: list[str]) -> int:
+    from lol.experiments.toy.table import ToyTable
+    from lol.experiments.toy.table import toy_table as write_table
+
+    print(write_table(_parse(ToyTable, "toy table", args)))
+    return 0
+
+
+def toy_play(args: list[str]) -> int:
+    from lol.experiments.toy.play import ToyPlay
+    from lol.experiments.toy.play import play as run_play
+
+    run_play(_parse(ToyPlay, "toy play", args))
+    return 0
+
+
 def bench_core(args: list[str]) -> int:
     from lol.bench.core import BenchCore, bench
 
     return _write_numbers(_parse(BenchCore, "bench core", args), bench)
+
+
+def bench_toy(args: list[str]) -> int:
+    from lol.bench.toy import BenchToy, bench
+
+    return _write_numbers(_parse(BenchToy, "bench toy", args), bench)
 
 
 def bench_decode(args: list[str]) -> int:
@@ -327,10 +375,16 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("export",): export,
     ("tokenizer",): tokenizer,
     ("cost",): cost,
+    ("toy", "run"): toy_run,
+    ("toy", "all"): toy_all,
+    ("toy", "discover"): toy_discover,
+    ("toy", "table"): toy_table,
+    ("toy", "play"): toy_play,
     ("bench", "core"): bench_core,
     ("bench", "decode"): bench_decode,
     ("bench", "train"): bench_train,
     ("bench", "gpu"): bench_gpu,
+    ("bench", "toy"): bench_toy,
 }
 
 

@@ -1,4 +1,4 @@
-"""Attention of the core: causal, inside windows.
+"""Attention of the core: inside windows, causal in a language model.
 
 Rotary angles count from the window's first token: attention only sees differences of positions, and small angles keep
 their precision in a long document. Letters: T tokens, d width.
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from lol.errors import UserError
 from lol.model.config import LoLConfig
 from lol.model.layers import float32_on_cpu, rotary_angles, rotate
 from lol.model.windows import Windows, take_rows
@@ -28,6 +29,8 @@ class AttentionShape:
     """Tokens in a window, or `None` where a window is a whole document."""
     sliding: int | None
     """Tokens that a query sees, itself included, or `None` for all of its window."""
+    is_causal: bool = True
+    """Whether a query sees only what comes before it in its window; a language model's does."""
 
     @classmethod
     def of(cls, config: LoLConfig) -> "AttentionShape":
@@ -47,7 +50,13 @@ def window_attention(
     windows: Windows,
     shape: AttentionShape,
 ) -> Float[Tensor, "T d"]:
-    """Causal attention inside each window."""
+    """Attention inside each window.
+
+    Raises:
+        UserError: attention that is not causal, over windows of different lengths.
+    """
+    if not shape.is_causal and windows.equal_length is None:
+        raise UserError("attention in both directions needs windows of one length: what fills up shorter ones is seen")
     return float32_on_cpu(partial(_attend_windows, windows=windows, shape=shape), query, key, value)
 
 
@@ -59,7 +68,7 @@ def _attend_windows(query: Tensor, key: Tensor, value: Tensor, windows: Windows,
         if shape.sliding is not None and shape.sliding < length:
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - shape.sliding)
         joined = F.scaled_dot_product_attention(
-            rotate(q, angles), rotate(k, angles), v, attn_mask=mask, is_causal=mask is None
+            rotate(q, angles), rotate(k, angles), v, attn_mask=mask, is_causal=mask is None and shape.is_causal
         )
         return joined.transpose(1, 2).reshape(count * length, -1)
 

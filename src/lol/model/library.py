@@ -7,10 +7,12 @@ gathered once, however deep the core is and whatever the path.
 The windows of a depth are brought into the order of their blocks, so that each block's tokens are one run; every
 projection is then one grouped matrix product over the runs (`grouped.py`), and attention folds windows of equal length
 into one batch. `Dispatch.form = "loop"` runs block after block with the plain code of an ordinary layer instead: the
-reference that the grouped form is tested against. Letters: T tokens, K windows, d width, H heads, L blocks.
+reference that the grouped form is tested against. A packed shelf has a third form, for short windows
+(`short_windows.py`). Letters: T tokens, K windows, d width, H heads, L blocks.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Literal, cast
@@ -27,6 +29,7 @@ from lol.model.carry import DepthPass
 from lol.model.config import LoLConfig
 from lol.model.grouped import autocast, fits_kernel, grouped_linear, kernel_linear
 from lol.model.layers import BlockParts, Film, block_update, rms_normalize, swiglu
+from lol.model.short_windows import Packed, Shape, short_window_update
 from lol.model.windows import WindowLayout, Windows, line_up
 
 NORMS = ("attn_norm", "mlp_norm")
@@ -112,11 +115,12 @@ class Dispatch(GradientCheckpointingLayer):
         self.form: Literal["grouped", "loop"] = "grouped"
         # The elementwise work of the blocks, for which `lol.train.compiled` has a compiled form.
         self.normalize, self.gate = rms_normalize, swiglu
+        self.is_causal = True
 
     def forward(
         self,
         state: Float[Tensor, "T d"],
-        shelf: Shelf,
+        shelf: Shelf | Packed,
         layout: WindowLayout,
         expert: Int[Tensor, "K"],
         weight: Float[Tensor, "K"],
@@ -127,14 +131,19 @@ class Dispatch(GradientCheckpointingLayer):
 
         Args:
             state: The stream of real tokens.
-            shelf: What the library returned in this forward pass.
+            shelf: What the library returned in this forward pass; packed for short windows of one length, which
+                then have neither modulation nor a past.
             layout: The windows of this depth.
             expert: The block of each window.
             weight: The weight of each window's update.
             film: This depth's modulation, or `None`.
             past: What a cache keeps of these windows, or `None`; the loop has no form for it.
         """
-        if self.form == "loop" and past is None:
+        if isinstance(shelf, Packed):
+            assert film is None, "no modulation on a packed shelf"
+            assert past is None, "no cache on a packed shelf"
+            update = short_window_update(state, shelf, expert, self._shape(layout.windows))
+        elif self.form == "loop" and past is None:
             update = self._run_loop(state, shelf, layout, expert, film)
         elif isinstance(shelf["q_proj"], Tensor):
             update = self._run_kernel(state, shelf, layout, expert, film, past)
@@ -234,10 +243,18 @@ class Dispatch(GradientCheckpointingLayer):
 
         return _gather_parts(scale, project)
 
+    def _shape(self, windows: Windows) -> Shape:
+        assert windows.equal_length is not None, "a packed shelf needs windows of one length"
+        config = self.config
+        width, heads = config.hidden_size, config.num_attention_heads
+        return Shape(windows.equal_length, width, heads, config.rope_theta, self.is_causal, config.rms_norm_eps)
+
     def _attention(self, windows: Windows, past: DepthPass | None = None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         if past is not None:
             return partial(past.attend, windows=windows)
-        return partial(window_attention, windows=windows, shape=AttentionShape.of(self.config))
+        return partial(
+            window_attention, windows=windows, shape=replace(AttentionShape.of(self.config), is_causal=self.is_causal)
+        )
 
 
 def _gather_parts(scale: Callable[[str, Tensor], Tensor], project: Callable[[str, Tensor], Tensor]) -> BlockParts:

@@ -1,0 +1,93 @@
+"""The table of discoveries, and the picture of a routing table that forms."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from lol.experiments.toy.discover_runs import DISCOVERIES
+from lol.experiments.toy.figures import save_figure
+
+Record = dict[str, Any]
+_PICTURES = 6
+
+
+def read_discoveries(folder: Path) -> list[Record]:
+    """All records of a folder, `ord` first, then in the order of `DISCOVERIES`, split, seed; none without a folder."""
+    order = ["ord", *DISCOVERIES]
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
+    return sorted(records, key=lambda record: (order.index(record["model"]), _split_of(record), record["seed"]))
+
+
+def discovery_section(records: Sequence[Record]) -> str:
+    """A row for each discovery and split; held-out programs apart by whether a trained one computes the same."""
+    lines = [
+        "## Routers that look for the primitives",
+        "",
+        "| router | split | held out %, mean | every seed | known functions % | new functions % | validation % |"
+        " trained % | separation, every seed |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, split in dict.fromkeys((record["model"], _split_of(record)) for record in records):
+        lines.append(_row(name, split, [r for r in records if (r["model"], _split_of(r)) == (name, split)]))
+    return "\n".join([*lines, "", f"From `lol toy discover`, one line each: `{records[0]['command']}`.", ""])
+
+
+def draw_forming(record: Record, file: Path) -> None:
+    """What each instruction's choice would be while training goes on: probability of each block, at some steps.
+
+    Rows are the instructions of a step after those of the step before; of `mix` they are read for the step they name.
+    """
+    toy, history = record["config"]["toy"], record["history"]
+    shown = [history[round(place * (len(history) - 1) / (_PICTURES - 1))] for place in range(_PICTURES)]
+    figure = Figure(figsize=(1.6 * _PICTURES, 0.8 + 0.17 * toy["steps"] * len(toy["primitives"])), layout="constrained")
+    grid = figure.subplots(1, _PICTURES, sharey=True)
+    labels = [f"{name} {step + 1}" for step in range(toy["steps"]) for name in toy["primitives"]]
+    for axes, moment in zip(grid, shown, strict=True):
+        axes.imshow(_rows(moment, record["config"]["rule"]), cmap="Greys", vmin=0, vmax=1, aspect="auto")
+        axes.set_title(f"step {moment['step']:,}", fontsize=8)
+        axes.set_yticks(range(len(labels)), labels, fontsize=7)
+        axes.set_xticks(range(toy["num_blocks"]))
+        axes.tick_params(length=0, labelsize=7)
+        for step in range(1, toy["steps"]):
+            axes.axhline(step * len(toy["primitives"]) - 0.5, color="#d1495b", linewidth=0.8)
+    figure.supxlabel("block", fontsize=8)
+    save_figure(figure, file)
+
+
+def _rows(moment: dict[str, Any], rule: str) -> list[list[float]]:
+    """Steps × primitives rows of L probabilities."""
+    scores = moment["scores"]
+    if rule == "mix":
+        scores = [step[own] for own, step in enumerate(scores)]
+    return [row for step in scores for row in step]
+
+
+def _split_of(record: Record) -> str:
+    toy = record["config"]["toy"]
+    return f"{toy['split']} {toy['split_number']}"
+
+
+def _row(name: str, split: str, records: Sequence[Record]) -> str:
+    def mean(side: str, key: str = "accuracy") -> str:
+        values = [record[side][key] for record in records if record[side][key] is not None]
+        return f"{statistics.mean(values):.1f}" if values else "–"
+
+    def every(key: str, digits: int) -> str:
+        return ", ".join(f"{record['held_out'][key]:.{digits}f}" for record in records)
+
+    cells = [
+        name,
+        split,
+        f"**{mean('held_out')}**",
+        every("accuracy", 1),
+        mean("held_out", "known_functions"),
+        mean("held_out", "new_functions"),
+        mean("validation"),
+        mean("trained"),
+        every("separation", 2),
+    ]
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,151 @@
+"""The toy's encoder: the library's blocks over one window per example, which sees itself whole.
+
+Letters: B examples, N digits, S steps of a program, n tokens of an example, d width, L blocks, V digits' base.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from lol.experiments.toy.config import ToyConfig
+from lol.experiments.toy.task import BASE, NUM_DIGITS
+from lol.model.base import LoLPreTrainedModel
+from lol.model.layers import RMSNorm
+from lol.model.library import Dispatch, Library, Shelf
+from lol.model.router import Router
+from lol.model.short_windows import Packed, pack
+from lol.model.windows import WindowLayout, find_documents, lay_windows
+
+
+@dataclass(frozen=True)
+class ToyOutput:
+    """What a pass returns."""
+
+    logits: Float[Tensor, "B N V"]
+    experts: Int[Tensor, "B S"]
+    """The block of each step; the most probable one where all run."""
+    router_logits: tuple[Float[Tensor, "B L"], ...]
+    """Of each step; empty where no router is asked."""
+    states: tuple[Float[Tensor, "B n d"], ...]
+    """Before the first step and after each."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """All blocks run at each step, weighted by the softmax of the router's logits."""
+
+    temperature: float = 1.0
+    gumbel: Float[Tensor, "S B L"] | None = None
+    """Standard Gumbel draws that are added to the logits."""
+
+    def shares(self, logits: Float[Tensor, "B L"], step: int) -> Float[Tensor, "B L"]:
+        """The weight of each block."""
+        moved = logits if self.gumbel is None else logits + self.gumbel[step]
+        return (moved / self.temperature).softmax(-1)
+
+
+class ToyModel(LoLPreTrainedModel):
+    """Embeddings → one block per step → norm → head on the digits' places."""
+
+    expert_bias: Tensor
+
+    def __init__(self, config: ToyConfig):
+        super().__init__(config.library())
+        d = config.hidden_size
+        self.toy = config
+        num_tokens = NUM_DIGITS + (0 if config.blind else config.steps)
+        self.digit_embedding = nn.Embedding(BASE, d)
+        self.program_embedding = nn.Embedding(config.steps * len(config.primitives), d)
+        self.place_embedding = nn.Embedding(num_tokens, d)
+        self.library = Library(self.config)
+        self.dispatch = Dispatch(self.config)
+        self.dispatch.is_causal = False
+        self.packs_shelf = True
+        self.norm = RMSNorm(d, self.config.rms_norm_eps)
+        self.head = nn.Linear(d, BASE)
+        self.router = None
+        if config.routing == "learned":
+            self.router = Router(self.config)
+            self.depth_embedding = nn.Embedding(config.steps, d)
+            bias_shape = (config.num_blocks,) if config.balance_scope == "global" else (config.steps, config.num_blocks)
+            self.register_buffer("expert_bias", torch.zeros(bias_shape))
+        self.post_init()
+        for embedding in (self.digit_embedding, self.program_embedding, self.place_embedding):
+            nn.init.normal_(embedding.weight, std=config.embedding_std)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(
+        self,
+        digits: Int[Tensor, "B N"],
+        program: Int[Tensor, "B S"],
+        path: Int[Tensor, "B S"] | None = None,
+        noise: Float[Tensor, "S B L"] | None = None,
+        mixture: Mixture | None = None,
+    ) -> ToyOutput:
+        """Run programs on digits.
+
+        Args:
+            digits: The input.
+            program: The primitive of each step.
+            path: Blocks to run, with weight 1 unless there is a router, whose probability of them it is then.
+            noise: Standard normal draws of the router's training noise.
+            mixture: Run all blocks at each step in place of the chosen one.
+        """
+        batch = digits.shape[0]
+        primitive = program + torch.arange(self.toy.steps) * len(self.toy.primitives)
+        instruction = self.program_embedding(primitive)
+        x = self.digit_embedding(digits)
+        if not self.toy.blind:
+            x = torch.cat([x, instruction], dim=1)
+        x = x + self.place_embedding.weight
+        shelf, length = self.library(), x.shape[1]
+        shelf = pack(shelf) if self.packs_shelf else shelf
+        state, states = x.flatten(0, 1), [x]
+        experts, router_logits = [], []
+        for step in range(self.toy.steps):
+            forced = None if path is None else path[:, step]
+            if self.router is None:
+                assert forced is not None
+                expert, weight = forced, state.new_ones(batch)
+                state = self._run(state, shelf, expert, weight)
+            else:
+                features = self._features(state.view(batch, length, -1), step, instruction)
+                bias = self.expert_bias if self.expert_bias.ndim == 1 else self.expert_bias[step]
+                logits, weight, expert = self.router(
+                    features, step, bias, None if noise is None else noise[step], forced=forced
+                )
+                router_logits.append(logits)
+                if mixture is None:
+                    state = self._run(state, shelf, expert, weight)
+                else:
+                    state = self._mix(state, shelf, mixture.shares(logits, step))
+            experts.append(expert)
+            states.append(state.view(batch, length, -1))
+        last = states[-1][:, :NUM_DIGITS]
+        return ToyOutput(self.head(self.norm(last)), torch.stack(experts, dim=1), tuple(router_logits), tuple(states))
+
+    def _features(self, state: Tensor, step: int, instruction: Tensor) -> Float[Tensor, "B d"]:
+        """½ (mean state + depth embedding); where the blocks are blind, plus the mean of the program's embeddings."""
+        features = 0.5 * (state.mean(1) + self.depth_embedding.weight[step])
+        return (features + instruction.mean(1) if self.toy.blind else features).float()
+
+    def _run(self, state: Tensor, shelf: Shelf | Packed, expert: Tensor, weight: Tensor) -> Tensor:
+        return self.dispatch(state, shelf, _one_window_each(expert.shape[0], state.shape[0] // expert.shape[0]),
+                             expert, weight, None)  # fmt: skip
+
+    def _mix(self, state: Tensor, shelf: Shelf | Packed, shares: Float[Tensor, "B L"]) -> Tensor:
+        """s + Σ_m share_m (E_m(s) - s): every block on a copy of every window."""
+        batch, blocks = shares.shape
+        copies = state.repeat(blocks, 1)
+        expert = torch.arange(blocks).repeat_interleave(batch)
+        moved = self._run(copies, shelf, expert, shares.t().flatten())
+        return state + (moved - copies).unflatten(0, (blocks, -1)).sum(0)
+
+
+@cache
+def _one_window_each(batch: int, length: int) -> WindowLayout:
+    """Every example is one window, which is all of its document."""
+    return lay_windows(find_documents((batch, length), None, None, torch.device("cpu")), 0, None)

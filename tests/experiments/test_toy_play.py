@@ -1,0 +1,78 @@
+"""Playing with a trained run: the path and the states that the model itself reports, and complaints that help."""
+
+import io
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lol import UserError
+from lol.cli import main
+from lol.experiments.toy.config import MODELS
+from lol.experiments.toy.play import kind_of, load_run, read_line, read_state
+from lol.experiments.toy.runs import ToyRun, toy_run, weights_of
+from lol.experiments.toy.task import split_programs
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small = replace(MODELS["learned"], train_steps=2, batch_size=8, hidden_size=16, intermediate_size=16)
+    monkeypatch.setitem(MODELS, "learned", small)
+    toy_run(ToyRun("learned", out=tmp_path))
+    return tmp_path / "learned.programs-0.seed-0.json"
+
+
+def test_play_shows_what_the_model_does(
+    record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("12345678 inc rev mul3\n1234 inc\n\nnever read\n"))
+    assert main(["toy", "play", str(record)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if line.split()[:1] in (["input"], ["inc"], ["rev"], ["mul3"])]
+    assert [row[-1] for row in rows] == ["12345678", "23456789", "98765432", "74185296"]
+
+    model, _ = load_run(record)
+    with torch.no_grad():
+        output = model(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]]), torch.tensor([[0, 1, 3]]))
+    assert [row[1] for row in rows[1:]] == [str(block) for block in output.experts[0].tolist()]
+    assert [row[-2] for row in rows] == [read_state(model, output, step) for step in range(4)]
+    # The last state is what the model answers.
+    assert read_state(model, output, 3) == "".join(map(str, output.logits[0].argmax(-1).tolist()))
+    for step, row in enumerate(rows[1:]):
+        probability = output.router_logits[step][0].softmax(-1)
+        assert row[2] == f"{probability[output.experts[0, step]]:.2f}"
+    assert any("type, for example, 12345678 inc rev rot" in line for line in lines)
+    assert "never read" not in "".join(lines)
+
+
+def test_kinds_of_programs() -> None:
+    config = MODELS["learned"]
+    split = split_programs(config.task, "programs", 0, 16)
+    kinds = {program: kind_of(program, config, split) for program in config.task.programs}
+    assert {program for program, kind in kinds.items() if kind == "trained"} == set(split.trained)
+    assert any("computes the same" in kind for kind in kinds.values())
+    by_function = split_programs(config.task, "functions", 0, 16)
+    assert {kind_of(program, config, by_function) for program in by_function.held_out} == {
+        "held out, and its function too"
+    }
+
+
+@pytest.mark.parametrize(
+    "line", ["1234567 inc inc inc", "12345678 inc inc", "12345678 inc inc up", "1234567x inc inc inc"]
+)
+def test_lines_that_are_no_program(line: str) -> None:
+    with pytest.raises(UserError, match="12345678 inc rev rot"):
+        read_line(line, MODELS["learned"])
+
+
+def test_files_that_are_no_run(record: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    with pytest.raises(UserError, match="name a file that `lol toy run` wrote"):
+        load_run(other)
+    weights_of(record).unlink()
+    with pytest.raises(UserError, match=r"lol toy run learned --seed 0 --out FOLDER"):
+        load_run(record)

@@ -1,0 +1,61 @@
+"""The toy's tables and figures from records of real, short runs, and from records made by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lol.cli import main
+from lol.experiments.toy import discover_runs
+from lol.experiments.toy.config import MODELS
+from lol.experiments.toy.discover_table import _rows
+from lol.experiments.toy.runs import ToyRun, toy_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two models, one of them with two seeds, and a discovery."""
+    for name in ("given", "learned"):
+        small = replace(MODELS[name], train_steps=2, batch_size=8, hidden_size=16, intermediate_size=16)
+        monkeypatch.setitem(MODELS, name, small)
+        toy_run(ToyRun(name, out=tmp_path / "runs"))
+    record = json.loads((tmp_path / "runs" / "given.programs-0.seed-0.json").read_text())
+    record |= {"seed": 1, "held_out": record["held_out"] | {"accuracy": 40.0}}
+    (tmp_path / "runs" / "given.programs-0.seed-1.json").write_text(json.dumps(record))
+    config = discover_runs.DISCOVERIES["mix"]
+    toy = replace(config.toy, hidden_size=16, intermediate_size=16, batch_size=8)
+    monkeypatch.setitem(discover_runs.DISCOVERIES, "mix", replace(config, toy=toy, explore_steps=3, settle_steps=1))
+    assert main(["toy", "discover", "mix", "--out", str(tmp_path / "discovery")]) == 0
+    return tmp_path
+
+
+def test_the_table_has_every_seed_and_the_articles_numbers(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    capsys.readouterr()
+    flags = ["--runs", str(folder / "runs"), "--discovery", str(folder / "discovery"), "--out", str(folder / "out")]
+    assert main(["toy", "table", *flags]) == 0
+    said = capsys.readouterr().out
+    assert said.strip() == (folder / "out" / "table.md").read_text().strip()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line.startswith("| ")]
+    by_name = {row[0]: row for row in rows}
+    # Two steps teach nothing: 0 % and the 40 % written by hand.
+    assert by_name["given"][1:4] == ["**20.0**", "0.0, 40.0", "38.4 (29.8-49.0; round one 44.0)"]
+    assert by_name["given"][5] == "1.00"
+    assert by_name["learned"][7] == "0.0"
+    assert by_name["mix"][1:4] == ["programs 0", "**0.0**", "0.0"]
+    names = sorted(file.name for file in (folder / "out").iterdir())
+    assert names == ["forming.svg", "held-out.svg", "routing.svg", "separation.svg", "table.md"]
+    before = {name: (folder / "out" / name).read_bytes() for name in names}
+    assert main(["toy", "table", *flags]) == 0
+    assert before == {name: (folder / "out" / name).read_bytes() for name in names}
+
+
+def test_without_records_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["toy", "table", "--runs", str(tmp_path)]) == 2
+    assert "lol toy all" in capsys.readouterr().err
+
+
+def test_mix_is_shown_as_each_step_reads_its_own_instruction() -> None:
+    scores = [[[[float(step), float(instruction)]] for instruction in range(2)] for step in range(2)]
+    assert _rows({"scores": scores}, "mix") == [[0.0, 0.0], [1.0, 1.0]]
+    assert _rows({"scores": scores[1]}, "ord") == [[1.0, 0.0], [1.0, 1.0]]

@@ -1,0 +1,52 @@
+"""The written-out backward pass of short windows equals the plain loop over blocks, forward and gradient."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from lol.model.config import LoLConfig
+from lol.model.library import Dispatch, Library
+from lol.model.short_windows import pack
+from lol.model.windows import find_documents, lay_windows
+
+WINDOWS, LENGTH, WIDTH, BLOCKS = 9, 5, 24, 4
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("idle", [None, 2])
+def test_packed_equals_loop(is_causal: bool, idle: int | None):
+    torch.manual_seed(0)
+    config = LoLConfig(vocab_size=8, hidden_size=WIDTH, intermediate_size=20, num_attention_heads=3, num_experts=BLOCKS)
+    library, dispatch = Library(config).double(), Dispatch(config)
+    dispatch.is_causal = is_causal
+    for parameter in library.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    layout = lay_windows(find_documents((WINDOWS, LENGTH), None, None, torch.device("cpu")), 0, None)
+    # Every block runs but the idle one, in no order, at different places of two depths.
+    experts = [torch.tensor([1, 3, 0, 2, 1, 0, 3, 2, 1]), torch.tensor([0, 0, 3, 1, 2, 2, 1, 3, 3])]
+    if idle is not None:
+        experts = [expert.masked_fill(expert == idle, 0) for expert in experts]
+    state = torch.randn(WINDOWS * LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(WINDOWS, dtype=torch.float64, requires_grad=True)
+    above = torch.randn_like(state)
+    wanted = [state, weight, *library.parameters()]
+
+    outcomes = {}
+    for form in ("loop", "packed"):
+        dispatch.form = "loop"
+        shelf = pack(library()) if form == "packed" else library()
+        result = state
+        for expert in experts:
+            result = dispatch(result, shelf, layout, expert, weight, None)
+        outcomes[form] = [result, *torch.autograd.grad(result, wanted, above)]
+    assert_close(outcomes["packed"], outcomes["loop"], atol=1e-12, rtol=1e-12)
+    if idle is not None:
+        assert all(not grad[idle].any() for grad in outcomes["packed"][3:])
+
+
+def test_windows_of_two_lengths_are_refused():
+    config = LoLConfig(vocab_size=8, hidden_size=WIDTH, num_attention_heads=3, num_experts=BLOCKS)
+    layout = lay_windows(find_documents((2, 5), None, None, torch.device("cpu")), 0, 3)
+    shelf = pack(Library(config)())
+    with pytest.raises(AssertionError, match="one length"):
+        Dispatch(config)(torch.zeros(10, WIDTH), shelf, layout, torch.zeros(4, dtype=torch.long), torch.ones(4), None)
