@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lol import cli
+from lol import cli, verbs
 from lol.data.tokenizer import load_tokenizer
 from lol.paths.record import record_paths
 from lol.train.config import MODEL_FIELDS, TrainConfig
@@ -144,7 +144,7 @@ def test_the_help_fits_a_screen_and_names_every_verb(lol: Lol) -> None:
     lines = out.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
-    for words in cli.VERBS:
+    for words in verbs.VERBS:
         assert any(line.startswith(f"  {' '.join(words)} ") for line in lines)
 
 
@@ -160,7 +160,7 @@ def test_every_example_of_the_help_is_read(example: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "command", [cli.Train, cli.Generate, cli.PathsShow, cli.PathsReport, cli.Export, cli.TrainTokenizer]
+    "command", [verbs.Train, verbs.Generate, verbs.PathsShow, verbs.PathsReport, verbs.Export, verbs.TrainTokenizer]
 )
 def test_every_example_of_a_verb_is_read(command: type, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = [line.strip().removeprefix("Example: ") for line in command.__doc__.splitlines() if "Example: " in line]
@@ -169,13 +169,13 @@ def test_every_example_of_a_verb_is_read(command: type, monkeypatch: pytest.Monk
 
 
 def _read(example: str, monkeypatch: pytest.MonkeyPatch) -> object:
-    read, parse = [], cli._parse
+    read, parse = [], verbs.parse
 
     def parse_only(*args: object, **rest: object) -> None:
         read.append(parse(*args, **rest))
         raise _Read
 
-    monkeypatch.setattr(cli, "_parse", parse_only)
+    monkeypatch.setattr(verbs, "parse", parse_only)
     with pytest.raises(_Read):
         cli.main(shlex.split(example)[1:])
     return read[0]
@@ -199,7 +199,7 @@ def test_every_field_of_a_run_has_a_flag(lol: Lol) -> None:
     assert "blocks stored in the library" in out
 
 
-@pytest.mark.parametrize("words", cli.VERBS)
+@pytest.mark.parametrize("words", verbs.VERBS)
 def test_every_verb_has_help(lol: Lol, words: tuple[str, ...]) -> None:
     code, out, err = lol(*words, "--help")
     assert (code, err) == (0, "")
