@@ -22,7 +22,6 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
 
   train          train a model, or go on with a run
       lol train --recipe demo --run runs/demo
-      lol train --run runs/mine --data my-text.txt --steps 500
   recipe list    the recipes: the article's runs, their partners, their twins
   recipe show    all that a recipe decides: lol recipe show math-1b
   generate       continue a prompt, or what you type; --path forces blocks
@@ -30,24 +29,17 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   serve          OpenAI's completions API over HTTP, with paths
       lol serve --model runs/demo --port 8000
   paths show     print the block of every window and depth of a text
-      lol paths show --model runs/demo --text "def f(x): return x"
   paths report   write a run's report.html
-      lol paths report --run runs/demo
   tokenizer      train a byte-level BPE
-      lol tokenizer --data my-text.txt --vocab-size 4096 --out my-tokenizer
   cost           parameters, FLOPs and bytes of a recipe or a model
-      lol cost demo --model.num-experts 16
   toy run        train one model of the toy: given, learned, dense, …
       lol toy run given --seed 1
   toy all        do all toy runs that are not done, side by side
   toy discover   train a router that finds the primitives: pc, mix, ord
-      lol toy discover ord --seed 1 --split functions
   toy table      the toy's table and figures beside the article's numbers
   toy play       type digits and a program, see path and state
-      lol toy play results/toy/runs/given.programs-0.seed-0.json
   bench decode   time cached decoding against its alternatives
   bench core     time the dispatch of a routed depth against its alternatives
-      lol bench core --json core.json
   bench toy      time a training step of the toy against the plain loop
 """
 
