@@ -12,8 +12,7 @@ from lol.verbs import VERBS
 USAGE = """\
 usage: lol VERB [flags]          lol VERB --help lists a verb's flags
 
-  train          train a model, or go on with a run
-      lol train --run runs/mine --data my-text.txt --steps 500
+  train          train a model: lol train --run runs/mine --data my-text.txt
   watch          draw a run while it trains: lol watch runs/demo
   recipe list    the recipes: the article's runs, their partners, their twins
   recipe show    all that a recipe decides: lol recipe show math-1b
