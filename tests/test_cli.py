@@ -153,13 +153,6 @@ class _Read(Exception):
 
 
 @pytest.mark.parametrize(
-    "example", [line.strip() for line in cli.USAGE.splitlines() if line.strip().startswith("lol ")]
-)
-def test_every_example_of_the_help_is_read(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _read(example, monkeypatch)
-
-
-@pytest.mark.parametrize(
     "command", [verbs.Train, verbs.Generate, verbs.PathsShow, verbs.PathsReport, verbs.Export, verbs.TrainTokenizer]
 )
 def test_every_example_of_a_verb_is_read(command: type, monkeypatch: pytest.MonkeyPatch) -> None:
