@@ -41,6 +41,8 @@ class WandB:
         if mode == "offline":
             # Its service sends reports of its own use, offline too.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        # Where a library that calls models over the network is imported, it advertises its tracing of such calls.
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         files = sorted((run / "wandb").glob("*run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime_ns)
         self.since = max((last_step(file) for file in files), default=0)
         (run / "wandb").mkdir(exist_ok=True)
