@@ -13,9 +13,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from lol.bench.measure import bench_device, conditions, measure, medians
+from lol.bench.models import llama_beside, spread_routes
 from lol.model.config import LoLConfig
 from lol.model.lm import LoLForCausalLM
 
@@ -96,38 +97,28 @@ def bench(options: BenchDecode) -> dict[str, Any]:
     }
 
 
+def _config(options: BenchDecode, fixed: int) -> LoLConfig:
+    return LoLConfig(
+        vocab_size=1000,
+        hidden_size=options.hidden_size,
+        num_attention_heads=options.num_attention_heads,
+        num_prelude_layers=fixed,
+        num_coda_layers=fixed,
+        num_experts=options.num_experts,
+        num_routed_depths=options.num_routed_depths,
+        window_size=options.window_size,
+        window_stride=options.window_stride,
+    )
+
+
 def _lol(options: BenchDecode, fixed: int) -> LoLForCausalLM:
-    model = LoLForCausalLM(
-        LoLConfig(
-            vocab_size=1000,
-            hidden_size=options.hidden_size,
-            num_attention_heads=options.num_attention_heads,
-            num_prelude_layers=fixed,
-            num_coda_layers=fixed,
-            num_experts=options.num_experts,
-            num_routed_depths=options.num_routed_depths,
-            window_size=options.window_size,
-            window_stride=options.window_stride,
-        )
-    ).eval()
-    assert model.model.router is not None
-    # Fresh routers choose one block for all: this one tells windows and rows apart.
-    torch.nn.init.normal_(model.model.router.weight)
+    model = LoLForCausalLM(_config(options, fixed)).eval()
+    spread_routes(model)
     return model
 
 
 def _llama(options: BenchDecode) -> LlamaForCausalLM:
-    shape = LoLConfig(hidden_size=options.hidden_size, num_attention_heads=options.num_attention_heads)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=1000,
-            hidden_size=options.hidden_size,
-            intermediate_size=shape.mlp_size,
-            num_hidden_layers=2 * options.num_fixed_layers + options.num_routed_depths,
-            num_attention_heads=options.num_attention_heads,
-            max_position_embeddings=2 * max(options.contexts),
-        )
-    ).eval()
+    return llama_beside(_config(options, options.num_fixed_layers), 2 * max(options.contexts)).eval()
 
 
 def _next_token(model: PreTrainedModel, rows: int, context: int) -> Callable[[], Any]:

@@ -15,9 +15,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lol.bench.measure import Step, bench_device, conditions, measure, medians, peak_bytes
+from lol.bench.models import llama_beside, spread_routes
 from lol.errors import UserError
 from lol.model.config import LoLConfig
 from lol.model.lm import LoLForCausalLM
@@ -151,10 +152,17 @@ class Trained:
 
 
 def _make_model(setting: Setting, options: BenchTrain) -> PreTrainedModel:
-    return _llama(options) if setting == "Llama" else _lol(setting, options)
+    if setting == "Llama":
+        return llama_beside(_config("LoL", options), max(options.lengths))
+    model = LoLForCausalLM(_config(setting, options))
+    if setting == "LoL, loop":
+        model.model.dispatch.form = "loop"
+    if model.model.router is not None:
+        spread_routes(model)
+    return model
 
 
-def _lol(setting: Setting, options: BenchTrain) -> LoLForCausalLM:
+def _config(setting: Setting, options: BenchTrain) -> LoLConfig:
     fixed, depths = options.num_fixed_layers, options.num_routed_depths
     changes: dict[str, Any] = {}
     if setting in ("dense", "sliding"):
@@ -176,27 +184,7 @@ def _lol(setting: Setting, options: BenchTrain) -> LoLForCausalLM:
         "window_size": options.window_size,
         "window_stride": options.window_stride,
     }
-    model = LoLForCausalLM(LoLConfig(**(fields | changes)))
-    if setting == "LoL, loop":
-        model.model.dispatch.form = "loop"
-    if model.model.router is not None:
-        # Fresh routers choose one block for all: this one tells windows and rows apart.
-        torch.nn.init.normal_(model.model.router.weight)
-    return model
-
-
-def _llama(options: BenchTrain) -> LlamaForCausalLM:
-    shape = LoLConfig(hidden_size=options.hidden_size, num_attention_heads=options.num_attention_heads)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=options.vocab_size,
-            hidden_size=options.hidden_size,
-            intermediate_size=shape.mlp_size,
-            num_hidden_layers=2 * options.num_fixed_layers + options.num_routed_depths,
-            num_attention_heads=options.num_attention_heads,
-            max_position_embeddings=max(options.lengths),
-        )
-    )
+    return LoLConfig(**(fields | changes))
 
 
 def _ratios(cases: list[_Case], median: dict[str, float]) -> dict[str, float]:

@@ -106,7 +106,7 @@ def sequence_auxiliary_losses(
 
     f_m is the share of the windows that count for block m, ā_m its mean probability. Documents in the order of rows.
     """
-    return _balance_by_document(*_windows(router_logits, routing, config))
+    return balance_by_document(*_windows(router_logits, routing, config))
 
 
 def global_auxiliary_loss(
@@ -124,7 +124,7 @@ def moe_sequence_auxiliary_losses(
     A token counts for each of its k experts by 1/k.
     """
     layers = [
-        _balance_by_document(*_tokens(logits, routing, index, config)) for index, logits in enumerate(router_logits)
+        balance_by_document(*_tokens(logits, routing, index, config)) for index, logits in enumerate(router_logits)
     ]
     return torch.stack(layers).mean(0)
 
@@ -143,9 +143,16 @@ def _balance_of_all(probability: Float[Tensor, "N X"], counted: Float[Tensor, "N
     return counted.shape[1] * (counted.mean(0) * probability.mean(0)).sum()
 
 
-def _balance_by_document(
+def balance_by_document(
     probability: Float[Tensor, "N X"], counted: Float[Tensor, "N X"], document: Int[Tensor, "N"]
 ) -> Float[Tensor, "G"]:
+    """Per document, `X · Σ_m f_m · ā_m` over its windows or tokens; documents by their numbers.
+
+    Args:
+        probability: Of each block, for each window or token.
+        counted: What each counts for each block, adding up to 1.
+        document: The number of each one's document.
+    """
     _, document = document.unique(return_inverse=True)
     documents = int(document.max()) + 1
     windows = counted.new_zeros(documents).index_add(0, document, torch.ones_like(document, dtype=counted.dtype))

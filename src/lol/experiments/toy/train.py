@@ -17,7 +17,7 @@ from lol.experiments.toy.config import ToyConfig
 from lol.experiments.toy.model import Mixture, ToyModel, ToyOutput
 from lol.experiments.toy.task import BASE, NUM_DIGITS, Program, Split, split_programs
 from lol.paths.agreement import count_uses, depth_concentration, mode_path, purity, separation
-from lol.train.balance import update_bias
+from lol.train.balance import balance_by_document, update_bias
 from lol.train.optim import learning_rate_at
 
 NUM_EXAMPLES = 4096
@@ -122,10 +122,11 @@ def forward_in_training(model: ToyModel, examples: Examples, step: int, generato
 
 
 def sequence_balance(output: ToyOutput) -> Float[Tensor, ""]:
-    """`L Σ_m f_m ā_m` of each example over its steps, and the mean over examples (as `lol.train.balance` has it)."""
+    """The library's sequence balance loss, each example a document and each step a window; the mean over examples."""
     probability = torch.stack(output.router_logits, dim=1).softmax(-1)
-    share = F.one_hot(output.experts, probability.shape[-1]).float().mean(1)
-    return probability.shape[-1] * (share * probability.mean(1)).sum(-1).mean()
+    counted = F.one_hot(output.experts, probability.shape[-1]).to(probability.dtype)
+    example = torch.arange(len(counted)).repeat_interleave(counted.shape[1])
+    return balance_by_document(probability.flatten(0, 1), counted.flatten(0, 1), example).mean()
 
 
 @torch.no_grad()
