@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch.distributed import TCPStore
 
 from lol.errors import UserError
-from lol.train import trainer
+from lol.train import checkpoint, trainer
 from lol.train.checkpoint import checkpoint_step, newest_checkpoint
 from lol.train.config import Parallel, TrainConfig
 from lol.train.parallel import join_world
@@ -118,7 +119,9 @@ def run_killed(run: Path, config: TrainConfig, ranks: int, kills: int, chance: r
 
     for number in range(kills):
         begin, moment = steps[-1], number % 3
-        pids, store = start(lambda begin=begin: go_on(run, config, begin + AHEAD), ranks, numbered(run, number))
+        # A fast disk ends a write before any kill: every second run of that kind is held inside of one.
+        held = begin + AHEAD if number % 6 == 2 else None
+        pids, store = start(partial(go_on, run, config, begin + AHEAD, held), ranks, numbered(run, number))
         if moment == 0:  # any moment, before the first step too
             time.sleep(chance.uniform(0, 1.2))
         elif moment == 1:  # some steps on
@@ -127,7 +130,10 @@ def run_killed(run: Path, config: TrainConfig, ranks: int, kills: int, chance: r
             time.sleep(chance.uniform(0, 0.1))
         else:  # a checkpoint is being written
             wait_until(lambda begin=begin: reached(begin + 1))
-            wait_until(lambda begin=begin: being_written() or reached(begin + 2))
+            if held is not None:
+                wait_until((folder / f".partial-step-{held:08d}").exists)
+            else:
+                wait_until(lambda begin=begin: being_written() or reached(begin + 2))
             time.sleep(chance.uniform(0, 0.02))
         victims = pids if ranks == 1 or chance.random() < 0.4 else [chance.choice(pids)]
         writing += being_written()
@@ -146,9 +152,16 @@ def run_killed(run: Path, config: TrainConfig, ranks: int, kills: int, chance: r
     return {"writing": writing, "hung": hung, "warnings": warnings, "steps": steps, "end": codes}
 
 
-def go_on(run: Path, config: TrainConfig, rest_at: int) -> None:
-    """Start or resume. At some step wait for the kill, so that a fast machine does not end the run before the last."""
-    take_step = trainer.take_step
+def go_on(run: Path, config: TrainConfig, rest_at: int, held: int | None = None) -> None:
+    """Start or resume. At some step wait for the kill, so that a fast machine does not end the run before the last.
+
+    held: wait for it inside of this step's checkpoint too, when all is written but the last file, its list of files."""
+    take_step, seal = trainer.take_step, checkpoint._seal
+
+    def seal_after_rest(folder: Path, *rest: Any) -> None:
+        if folder.name.endswith(f"{held:08d}"):
+            time.sleep(2)
+        seal(folder, *rest)
 
     def step_after_rest(session: trainer.Session, *rest: Any) -> Any:
         if session.step >= rest_at:
@@ -156,6 +169,8 @@ def go_on(run: Path, config: TrainConfig, rest_at: int) -> None:
         return take_step(session, *rest)
 
     trainer.take_step = step_after_rest
+    if held is not None:
+        checkpoint._seal = seal_after_rest
     trainer.train(config, run, resume=(run / "config.json").exists())
 
 
