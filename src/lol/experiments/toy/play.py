@@ -110,9 +110,15 @@ def load_run(file: Path) -> Trained:
 
 def _read_config(settings: dict[str, Any]) -> ToyConfig | DiscoverConfig:
     """The settings of a record; a discovery's have the toy's among them."""
-    toy = settings.get("toy", settings)
-    config = ToyConfig(**toy | {"primitives": tuple(toy["primitives"])})
-    return DiscoverConfig(**settings | {"toy": config}) if "toy" in settings else config
+    if "toy" in settings:
+        around = {name: value for name, value in settings.items() if name != "toy"}
+        return DiscoverConfig(toy=_read_toy(settings["toy"]), **around)
+    return _read_toy(settings)
+
+
+def _read_toy(settings: dict[str, Any]) -> ToyConfig:
+    fields: dict[str, Any] = settings | {"primitives": tuple(settings["primitives"])}
+    return ToyConfig(**fields)
 
 
 def read_line(line: str, config: ToyConfig) -> tuple[Int[Tensor, "N"], Program]:
