@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lol import UserError, record_paths
@@ -19,7 +19,8 @@ def random_rows(lengths: list[int]) -> list[list[int]]:
     return [torch.randint(0, 257, (length,), generator=draw).tolist() for length in lengths]
 
 
-@bounded(12)
+# The fixture is a plain function that builds a model.
+@settings(bounded(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=4),
     windows=st.sampled_from([(16, 8), (16, 0), (7, 5), (100, 50)]),

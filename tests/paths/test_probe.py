@@ -5,9 +5,10 @@ import sys
 import numpy as np
 import pytest
 import scipy.sparse
+from sklearn.metrics import roc_auc_score
 
 from lol import UserError
-from lol.paths.probe import ridge_probe
+from lol.paths.probe import _auroc, ridge_probe
 
 DRAW = np.random.default_rng(0)
 LABELS = np.repeat(["a", "b", "c"], 40)
@@ -35,18 +36,29 @@ def test_a_label_that_is_there_is_read():
 
 def test_noise_says_nothing():
     noise = np.random.default_rng(1).normal(size=(600, 8))
-    result = ridge_probe(noise, np.arange(600) % 2, shuffled=False)
+    result = ridge_probe(noise, np.arange(600) % 2, seeds=(0,), shuffled=False)
     assert result.shuffled_auroc is None
     assert result.auroc.low < 0.5 < result.auroc.high
     assert abs(result.auroc.mean - 0.5) < 0.06
+
+
+def test_auroc_is_that_of_scikit_learn():
+    draw = np.random.default_rng(4)
+    target, decided = draw.integers(0, 3, 50), draw.integers(0, 6, (50, 3)).astype(float)
+    each = [roc_auc_score(target == own, decided[:, own]) for own in range(3)]
+    assert _auroc(decided, target, np.arange(3)) == pytest.approx(np.mean(each))
+    binary = target == 1
+    assert _auroc(decided[:, 0], binary, np.array([False, True])) == pytest.approx(roc_auc_score(binary, decided[:, 0]))
+    # A class that no row has says nothing.
+    assert _auroc(decided, np.zeros(50), np.arange(3)) == 0.5
 
 
 def test_groups_are_not_on_both_sides():
     """A feature that names the group tells the label of its other rows, and nothing of other groups."""
     labels = np.random.default_rng(2).permutation(np.repeat(["a", "b"], 20))
     names, own = np.eye(40).repeat(4, axis=0), labels.repeat(4)
-    apart = ridge_probe(names, own, groups=np.arange(40).repeat(4), shuffled=False)
-    assert ridge_probe(names, own, shuffled=False).accuracy.mean > 0.95
+    apart = ridge_probe(names, own, groups=np.arange(40).repeat(4), seeds=(0,), shuffled=False)
+    assert ridge_probe(names, own, seeds=(0,), shuffled=False).accuracy.mean > 0.95
     assert apart.accuracy.mean < 0.6
 
 
@@ -60,7 +72,7 @@ def test_sparse_and_dense_rows_and_the_same_numbers_again():
 def test_the_interval_by_hand():
     result = ridge_probe(blocks(0.5), LABELS, groups=GROUPS, seeds=(0, 1), shuffled=False)
     values = np.array(result.accuracy.values)
-    # 2.262 is the 97.5 % point of Student's t with 9 degrees of freedom; each fold tests on a quarter of what it learns.
+    # 2.262 is Student's t at 97.5 % with 9 degrees of freedom; each fold tests on a quarter of what it learns from.
     reach = 2.262157 * np.sqrt((1 / 10 + 1 / 4) * values.var(ddof=1))
     assert result.accuracy.high - result.accuracy.mean == pytest.approx(reach, rel=1e-4)
     assert result.accuracy.mean == pytest.approx(values.mean())

@@ -5,7 +5,7 @@ of a sequence, on both sides; shuffled labels are shuffled from group to group, 
 label as they do in truth.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,9 @@ class ProbeResult:
 
 def ridge_probe(
     features: Any,
-    labels: Sequence[Any],
+    labels: Iterable[Any],
     *,
-    groups: Sequence[Any] | None = None,
+    groups: Iterable[Any] | None = None,
     folds: int = 5,
     seeds: Sequence[int] = (0, 1, 2),
     shuffled: bool = True,
@@ -81,7 +81,7 @@ def ridge_probe(
             that differ.
     """
     names, target = np.unique([str(label) for label in labels], return_inverse=True)
-    group = np.arange(len(target)) if groups is None else np.unique(np.asarray(groups), return_inverse=True)[1]
+    group = np.arange(len(target)) if groups is None else np.unique(np.array(list(groups)), return_inverse=True)[1]
     _check(features, names, target, group, folds)
     scored = [_cross_validate(features, target, group, folds, seed, strengths) for seed in seeds]
     control = None
@@ -116,7 +116,7 @@ def _check(features: Any, names: np.ndarray, target: np.ndarray, group: np.ndarr
         own = len(np.unique(group[target == number]))
         if own < folds:
             raise UserError(
-                f"label {name!r} has {own} examples, fewer than the {folds} folds: give more, or fewer folds"
+                f"label {str(name)!r} has {own} examples, fewer than the {folds} folds: give more, or fewer folds"
             )
 
 
@@ -150,26 +150,30 @@ def _cross_validate(
 def _score(
     features: Any, target: np.ndarray, train: np.ndarray, test: np.ndarray, strength: float
 ) -> tuple[float, float]:
-    steps = [need("sklearn.linear_model").RidgeClassifier(alpha=strength)]
+    learn, judge = features[train], features[test]
     if isinstance(features, np.ndarray):
-        steps.insert(0, need("sklearn.preprocessing").StandardScaler())
-    model = need("sklearn.pipeline").make_pipeline(*steps).fit(features[train], target[train])
-    decided = model.decision_function(features[test])
-    right = float((model.predict(features[test]) == target[test]).mean())
-    return right, _auroc(decided, target[test], model.classes_)
+        mean, spread = learn.mean(0), learn.std(0)
+        learn, judge = ((rows - mean) / np.where(spread > 0, spread, 1) for rows in (learn, judge))
+    model = need("sklearn.linear_model").RidgeClassifier(alpha=strength).fit(learn, target[train])
+    decided = model.decision_function(judge)
+    best = model.classes_[(decided > 0).astype(int) if decided.ndim == 1 else decided.argmax(1)]
+    return float((best == target[test]).mean()), _auroc(decided, target[test], model.classes_)
 
 
 def _auroc(decided: np.ndarray, target: np.ndarray, classes: np.ndarray) -> float:
-    """Mean over the classes that are in the target and not all of it; ½ where there is none."""
-    roc = need("sklearn.metrics").roc_auc_score
+    """Mean over the classes that are in the target and not all of it; ½ where there is none.
+
+    A class's AUROC is the chance that one of its rows ranks above one of the others, ties counting half.
+    """
     if decided.ndim == 1:
         decided, classes = decided[:, None], classes[1:]
-    scores = [
-        float(roc(target == own, decided[:, place]))
-        for place, own in enumerate(classes)
-        if 0 < (target == own).sum() < len(target)
-    ]
-    return float(np.mean(scores)) if scores else 0.5
+    own = target[:, None] == classes
+    inside = own.sum(0)
+    outside = len(target) - inside
+    ranks = (need("scipy.stats").rankdata(decided, axis=0) * own).sum(0)
+    told = (inside > 0) & (outside > 0)
+    scores = (ranks - inside * (inside + 1) / 2)[told] / (inside * outside)[told]
+    return float(scores.mean()) if told.any() else 0.5
 
 
 def _summarise(values: list[list[float]], folds: int) -> Score:
