@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,11 @@ import pytest
 import torch
 
 from lol.data.tokenizer import train_tokenizer
+from lol.experiments.path_tools import TOOLS
 from lol.model.config import LoLConfig
 from lol.model.lm import LoLForCausalLM
+from lol.paths.force import TIED
+from pages import blocks_of
 from small_run import Lol
 
 WORDS = {"de": "der die das und ist nicht haus", "fr": "le la les et est pas maison", "tr": "bir ve bu ev çok ne"}
@@ -37,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in WORDS:
         own = [{"text": row["text"]} for row in texts if row["lang"] == name]
         write_lines(folder / f"{name}.jsonl", own)
-    letters = [draw.choices("abcd", k=6) for _ in range(4)]
+    letters = [draw.sample("abcd", k=3) for _ in range(4)]
     sorted_ = [
         {"text": f"{' '.join(some)} = {' '.join(sorted(some, reverse=way == 'down'))}", "way": way}
         for some in letters
@@ -136,38 +140,53 @@ def test_probe(lol: Lol, texts: list[object], tmp_path: Path) -> None:
             assert probe["num_groups"] == 36
             assert f"{unit}: {name}" in out
             assert f"{probe['auroc']['mean']:.3f}" in out
-    # The languages share no word.
-    assert numbers["sequence"]["tokens"]["accuracy"]["mean"] > 0.95
+    # The languages share few words.
+    assert numbers["sequence"]["tokens"]["accuracy"]["mean"] > 0.9
     assert numbers["window"]["tokens"]["num_rows"] > numbers["sequence"]["tokens"]["num_rows"] == 36
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["model", "hides"])
-def test_force(lol: Lol, folder: Path, tmp_path: Path, name: str) -> None:
-    flags = [
-        "--model",
-        folder / name,
-        "--data",
-        folder / "sorted.jsonl",
-        "--label-column",
-        "way",
-        "--prompt-until",
-        " =",
-    ]
-    if name == "hides":
-        flags += ["--router-only-column", "way", "--weight", "mode"]
+def test_force(lol: Lol, folder: Path, tmp_path: Path) -> None:
+    flags = ["--model", folder / "hides", "--data", folder / "sorted.jsonl", "--label-column", "way"]
+    flags += ["--router-only-column", "way", "--prompt-until", " =", "--weight", "mode"]
     code, out, err = lol("paths", "force", *flags, "--out", tmp_path)
     assert (code, err) == (0, "")
     numbers = read(tmp_path, "force")
     assert (numbers["prompts"], numbers["left_out"]) == (2, 1)
-    expected = ["forced", "not told, not forced"]
-    assert list(numbers["conditions"]) == (
-        expected if name == "model" else ["forced", "label told, not forced", expected[1]]
-    )
+    assert list(numbers["conditions"]) == ["forced", "label told, not forced", "not told, not forced"]
     for found in numbers["conditions"].values():
         assert found["labels"] == ["down", "up"]
         assert (np.sum(found["counts"], axis=1) + found["tied"] + found["unattributed"]).tolist() == [2, 2]
     assert "left out, as two labels answer them alike: 1" in out
+    # Untold and unforced, both labels ask the same and get the same.
+    counts = numbers["conditions"]["not told, not forced"]["counts"]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.slow
+def test_the_page_runs(lol: Lol, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/path-tools.md, in a folder where what it names lies."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").symlink_to(trained)
+    draw = random.Random(0)
+    posts = [{"text": " ".join(draw.choices(WORDS[k].split(), k=9)), "label": k} for _ in range(5) for k in WORDS]
+    write_lines(tmp_path / "posts.jsonl", posts)
+    mazes = [{"text": f"{k} path: {k}{way}", "strategy": way} for k in range(2) for way in ("bfs", "dfs")]
+    write_lines(tmp_path / "mazes.jsonl", mazes)
+    monkeypatch.chdir(tmp_path)
+    blocks = blocks_of(Path(__file__).parents[2] / "docs" / "path-tools.md")
+    commands = [line for language, code in blocks if language == "bash" for line in code.splitlines()]
+    assert {command.split()[2] for command in commands} == set(TOOLS)
+    for command in commands:
+        # Fifteen fits of everything would take most of the time.
+        fewer = ["--seeds", "1"] if "probe" in command else []
+        assert lol(*shlex.split(command)[1:], *fewer)[::2] == (0, "")
+    assert {file.name for file in (tmp_path / "paths").glob("*.json")} == {f"{name}.json" for name in TOOLS}
+    names: dict = {}
+    for language, code in blocks:
+        if language == "python":
+            exec(code, names)
+    assert names["found"].label in ("prose", "code", TIED)
 
 
 @pytest.mark.parametrize(
