@@ -51,7 +51,7 @@ def draw_matrix(
         most: The number that is darkest. Default: the largest.
         form: How a number is written.
     """
-    size = (1.6 + 0.46 * len(columns), 1.2 + 0.34 * len(rows))
+    size = (max(4.4, 1.6 + 0.46 * len(columns)), 1.2 + 0.34 * len(rows))
     figure = Figure(figsize=size, layout="constrained")
     axes = new_axes(figure, title)
     top = float(np.nanmax(values)) if most is None else most
@@ -77,7 +77,7 @@ def draw_blocks(paths: Mapping[str, Sequence[int]], num_experts: int, file: Path
     """Draw paths as an SVG figure: a row per path, a column per depth, the block's number on its colour."""
     colors = block_colors(num_experts)
     depths = max(map(len, paths.values()))
-    figure = Figure(figsize=(1.6 + 0.46 * depths, 0.9 + 0.34 * len(paths)), layout="constrained")
+    figure = Figure(figsize=(max(4.4, 1.6 + 0.46 * depths), 0.9 + 0.34 * len(paths)), layout="constrained")
     axes = new_axes(figure, title)
     image = np.array([[to_rgb(colors[block]) for block in path] for path in paths.values()])
     axes.imshow(image, aspect="auto")
