@@ -14,8 +14,7 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
 
   train          train a model: lol train --run runs/mine --data my-text.txt
   watch          draw a run while it trains: lol watch runs/demo
-  recipe list    the recipes: the article's runs, their partners, their twins
-  recipe show    all that a recipe decides: lol recipe show math-1b
+  recipe list|show   the recipes; all that one decides: lol recipe show math-1b
   generate       continue a prompt, or what you type; --path forces blocks
   serve          OpenAI's completions, with paths: lol serve --model runs/demo
   paths show     print the block of every window and depth of a text
@@ -30,9 +29,7 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   toy discover   train a router that finds the primitives: pc, mix, ord
   toy play       type digits and a program, see the path and every state
   bench core     time a routed depth against its alternatives
-  bench decode   time cached decoding against its alternatives
-  bench train    time training against a Llama's and the baselines'
-  bench toy      time a step of the toy against the plain loop
+  bench decode|train|toy   time decoding, training, a step of the toy likewise
   bench gpu      check a GPU against the CPU, and run all of this on it
 """
 

@@ -98,9 +98,12 @@ def record_documents(
     order = np.argsort([len(row["input_ids"]) for row in rows], kind="stable")
     table = record_paths(model, [rows[place] for place in order], batch_size=16)
     number = order[table["document"].to_numpy()]
-    table = table.assign(document=number, row=number).sort_values(["document", "depth", "window"], ignore_index=True)
+    table["row"] = table["document"] = number
     return Recorded(
-        table, [row["input_ids"] for row in rows], [doc.label or "" for doc in documents], [d.group for d in documents]
+        table.sort_values(["document", "depth", "window"], ignore_index=True),
+        [row["input_ids"] for row in rows],
+        [document.label or "" for document in documents],
+        [document.group for document in documents],
     )
 
 

@@ -23,7 +23,7 @@ from lol.paths.mode import ModePath, mode_paths_of
 from lol.train.loading import load_model
 
 # Tokens that a text may be longer than the longest right one before it is cut.
-_SPARE = 8
+_SPARE = 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ def path_features(
         np.add.at(sums, (owner, depth), values)
         means = (sums / np.bincount(owner * num_depths + depth).reshape(-1, num_depths, 1)).astype(np.float32)
         keys = pd.DataFrame({"document": numbers, "row": row_of, "window": 0, "start": 0, "end": lengths})
-        return PathFeatures(means.reshape(len(numbers), -1), keys[KEYS])
+        return PathFeatures(means.reshape(len(numbers), -1), keys.reindex(columns=KEYS))
 
     index = table.groupby(["document", "depth"]).cumcount().to_numpy()
     own = np.bincount(owner[depth == 0])
@@ -71,8 +71,9 @@ def path_features(
     features = np.zeros((int(own.sum()), num_depths, num_experts), dtype=np.float32)
     features[first_row[owner[kept]] + index[kept], depth[kept]] = values[kept]
     at_start = depth == 0
-    keys = table.loc[at_start, ["document", "row", "start", "end"]].assign(window=index[at_start])
-    return PathFeatures(features.reshape(len(features), -1), keys[KEYS].reset_index(drop=True))
+    places = {name: table[name].to_numpy()[at_start] for name in ("document", "row", "start", "end")}
+    keys = pd.DataFrame(places | {"window": index[at_start]}, columns=KEYS)
+    return PathFeatures(features.reshape(len(features), -1), keys)
 
 
 def bag_of_tokens(

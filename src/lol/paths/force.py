@@ -82,13 +82,15 @@ def generate_rows(
     if not rows:
         raise UserError("there is nothing to continue: give at least one prompt")
     written: list[list[int]] = []
+    # transformers' own types deny that its models can generate.
+    writer: Any = model
     was_training = model.training
     model.eval()
     try:
         for start in range(0, len(rows), batch_size):
             given = _pad_left(model, rows[start : start + batch_size], told)
             width = given["attention_mask"].shape[1]
-            output: Any = model.generate(
+            output = writer.generate(
                 **given, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, eos_token_id=end, pad_token_id=end
             )
             for ids in output[:, width:].tolist():
