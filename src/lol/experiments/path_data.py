@@ -120,8 +120,7 @@ class Results:
             UserError: one of them is there already.
         """
         self.folder = command.out
-        for name in names if self.folder is not None else ():
-            file = self.folder / name
+        for file in () if self.folder is None else map(self.folder.joinpath, names):
             if file.exists() and not command.overwrite:
                 raise UserError(f"{file} exists already: name another folder as --out, or give --overwrite")
 
