@@ -14,12 +14,12 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
 
   train          train a model: lol train --run runs/mine --data my-text.txt
   watch          draw a run while it trains: lol watch runs/demo
-  recipe list    the recipes: the article's runs, their partners, their twins
-  recipe show    all that a recipe decides: lol recipe show math-1b
+  recipe list|show   the recipes; all that one decides: lol recipe show math-1b
   generate       continue a prompt, or what you type; --path forces blocks
   serve          OpenAI's completions, with paths: lol serve --model runs/demo
   paths show     print the block of every window and depth of a text
   paths report   write a run's report.html: lol paths report --run runs/demo
+  paths utilisation|map|probe|mode|force   what paths tell of labelled text
   export         write a run's newest model as a folder for transformers
   tokenizer      train a byte-level BPE
   cost           parameters, FLOPs, bytes: lol cost demo --model.num-experts 16
@@ -29,9 +29,7 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   toy discover   train a router that finds the primitives: pc, mix, ord
   toy play       type digits and a program, see the path and every state
   bench core     time a routed depth against its alternatives
-  bench decode   time cached decoding against its alternatives
-  bench train    time training against a Llama's and the baselines'
-  bench toy      time a step of the toy against the plain loop
+  bench decode|train|toy   time decoding, training, a step of the toy likewise
   bench gpu      check a GPU against the CPU, and run all of this on it
 """
 
