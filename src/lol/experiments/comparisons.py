@@ -14,10 +14,9 @@ from statistics import mean
 from matplotlib.figure import Figure
 
 from lol.experiments.figures import clean_axes, save_figure
-from lol.experiments.harness import Experiment, Numbers, Setting, markdown_table, run_facts
-from lol.model.config import LoLConfig
+from lol.experiments.harness import Experiment, Numbers, Setting, markdown_table, run_facts, with_model
 from lol.paths.colors import block_colors
-from lol.train.config import MODEL_FIELDS, BudgetConfig, TrainConfig
+from lol.train.config import BudgetConfig, TrainConfig
 from lol.train.metrics import read_metrics
 from lol.train.progress import shorten
 from lol.train.recipes import recipe
@@ -53,7 +52,7 @@ def _measure(_: Setting, runs: Mapping[str, Path]) -> Numbers:
     settings: Numbers = {}
     for name, run in runs.items():
         facts = run_facts(run)
-        label, _, seed = name.rpartition(_SEED)
+        label, seed = name.split(_SEED)
         own = settings.setdefault(label, {"seeds": [], "losses": [], "flops": [], "courses": []})
         own |= {key: facts[key] for key in ("stored", "active", "parameters", "tokens", "step")}
         own["seeds"].append(int(seed))
@@ -144,13 +143,12 @@ def _ablations(setting: Setting) -> Mapping[str, TrainConfig]:
     """One change each from LoL's math run, over as many steps of the same text, so that FLOPs differ."""
     base = sized(recipe("math-1b" if setting.scale == "paper" else "math-1b-tiny"), setting)
     base = replace(base, budget=BudgetConfig())
-    model = {name: getattr(base.model, name) for name in MODEL_FIELDS}
     growth, full = base.growth, replace(base.growth, backprop_depth=None)
     return {
         "published": base,
         "no-growing": replace(base, growth=replace(growth, initial_depth=None)),
         "aux-loss": replace(base, balance=replace(base.balance, strategy="aux_loss")),
-        "untied-router": replace(base, model=LoLConfig(**(model | {"tie_router": False}))),
+        "untied-router": with_model(base, tie_router=False),
         "backprop-2": replace(base, growth=replace(growth, backprop_depth=2)),
         "backprop-all": replace(base, growth=full),
     }

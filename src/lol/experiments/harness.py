@@ -20,8 +20,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from lol.errors import UserError
+from lol.model.config import LoLConfig
 from lol.model.cost import count_parameters
-from lol.train.config import BudgetConfig, TrainConfig, as_json
+from lol.train.config import MODEL_FIELDS, BudgetConfig, TrainConfig, as_json
 from lol.train.metrics import FILE as METRICS
 from lol.train.metrics import json_safe, read_metrics
 from lol.train.progress import duration
@@ -179,6 +180,12 @@ def few_steps(config: TrainConfig) -> TrainConfig:
         eval=dataclasses.replace(config.eval, every=FAST_STEPS // 2, rows=4),
         checkpoint_every=FAST_STEPS // 2,
     )
+
+
+def with_model(config: TrainConfig, **changes: Any) -> TrainConfig:
+    """The run with other values in some fields of its model."""
+    fields: dict[str, Any] = {name: getattr(config.model, name) for name in MODEL_FIELDS} | changes
+    return dataclasses.replace(config, model=LoLConfig(**fields))
 
 
 def is_done(run: Path) -> bool:
