@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 
 from lol.errors import UserError
 from lol.model.config import LoLConfig
 from lol.model.cost import count_parameters
+from lol.paths.statistics import draw_utilisation
 from lol.train.config import MODEL_FIELDS, BudgetConfig, TrainConfig, as_json
 from lol.train.metrics import FILE as METRICS
 from lol.train.metrics import json_safe, read_metrics
@@ -230,6 +232,10 @@ def command_of(experiment: Experiment, setting: Setting) -> str:
 def write_results(experiment: Experiment, record: Numbers, out: Path) -> None:
     """Write figures, section and numbers; the numbers last, for they say that the rest is there."""
     out.mkdir(parents=True, exist_ok=True)
+    for name, facts in record["runs"].items():
+        load = np.array(facts["load"], dtype=np.float64)
+        if load.size and load.sum():
+            draw_utilisation(load / load.sum(1, keepdims=True), out / f"utilisation-{name}.svg", name)
     experiment.draw(record["numbers"], out)
     section = experiment.section(record["numbers"]).strip()
     text = f"{section}\n\nPublished: {experiment.published}. From `{record['command']}`.\n"

@@ -163,7 +163,9 @@ def _draw_maps(run: Numbers, file: Path) -> None:
         for language, dots in state["map"]["dots"].items():
             across, up = zip(*dots, strict=True)
             marker = "o" if is_latin(language) else "s"
-            axes.scatter(across, up, s=9, color=colors[language], marker=marker, linewidths=0, alpha=0.7, label=language)
+            axes.scatter(
+                across, up, s=9, color=colors[language], marker=marker, linewidths=0, alpha=0.7, label=language
+            )
         explained = state["map"]["explained"]
         axes.set_title(f"step {state['step']:,}; {100 * sum(explained):.0f} % of the variance", fontsize=8, loc="left")
     panels[-1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -206,7 +208,10 @@ def _section(numbers: Numbers) -> str:
             rows_of.append([name, state["step"], *cells, shuffled, score_cell(run["tokens_of_the_window"]["accuracy"])])
     heads = ["run", "step", "path of a window, one-hot", "probabilities", "labels shuffled (one-hot)"]
     heads += ["tokens of the same window"]
-    near = [[name, *(run["closeness"].get(key, "–") for key in ("latin", "mixed", "other"))] for name, run in numbers.items()]
+    near = [
+        [name, *(run["closeness"].get(key, "–") for key in ("latin", "mixed", "other"))]
+        for name, run in numbers.items()
+    ]
     first = next(iter(numbers.values()))
     chance = first["checkpoints"][-1]["probes"]["one-hot"]["chance"]
     return "\n\n".join(

@@ -1,7 +1,7 @@
 """What can be read from paths: labelled text run through a checkpoint, and probes of its paths beside two controls.
 
-The first window of every text is left out of the windows that are probed: its router reads the begin token alone, so its
-path is the same for every text. A sequence is the mean over all its windows.
+The first window of every text is left out of the windows that are probed: its router reads the begin token alone, so
+its path is the same for every text. A sequence is the mean over all its windows.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def rows(reading: Reading, kind: Kind, unit: Unit) -> tuple[Float[np.ndarray, "R
     features, keys = path_features(reading.table, kind, unit)
     if unit == "window":
         later = (keys["window"] > 0).to_numpy()
-        features, keys = features[later], keys[later].reset_index(drop=True)
+        features, keys = features[later], keys.loc[later].reset_index(drop=True)
     if not len(keys):
         raise UserError("no text is longer than a window, so no window's path depends on its text: give longer texts")
     return features, keys
