@@ -3,14 +3,11 @@
 import json
 import random
 import re
-import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from lol.errors import UserError
-from lol.experiments.harness import RESULTS, Options, few_steps
+from lol.experiments.harness import RESULTS
 from lol.experiments.registry import EXPERIMENTS
 from small_run import Lol, write_corpus
 
@@ -27,16 +24,18 @@ def write_data(folder: Path) -> Path:
 
     (folder / "languages").mkdir(parents=True)
     for name, text in LANGUAGES.items():
-        lines = [words(text, 9) for _ in range(4000)]
+        lines = [words(text, 9) for _ in range(2000)]
         (folder / "languages" / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
     plain, rude = "this is a text of some plain words here and there", "you stupid damn idiot shit fuck off now go"
-    posts = [{"text": words(rude if n % 3 else plain, 40), "label": "offensive" if n % 3 else "neither"} for n in range(400)]
+    posts = [
+        {"text": words(rude if n % 3 else plain, 40), "label": "offensive" if n % 3 else "neither"} for n in range(400)
+    ]
     write_rows(folder / "safety.jsonl", posts)
     math = folder / "math"
     math.mkdir()
-    problems = [{"question": words(plain, 8), "answer": f"{words(plain, 5)}\n#### {n}"} for n in range(60)]
+    problems = [{"question": words(plain, 40), "answer": f"{words(plain, 20)}\n#### {n}"} for n in range(150)]
     write_rows(math / "gsm8k_train.jsonl", problems)
-    write_rows(math / "gsm8k_test.jsonl", problems[:6])
+    write_rows(math / "gsm8k_test.jsonl", problems[:3])
     items = [{"query": f"Question: {words(plain, 6)}\n", "choices": plain.split()[:4], "gold": n % 4} for n in range(6)]
     write_rows(math / "arc_easy.jsonl", items)
     for name in ("huginn", "moe", "ablations"):

@@ -87,17 +87,16 @@ def held_out_texts(run: Path, of_each: int) -> tuple[list[str], list[str]]:
 
 
 def _measure(setting: Setting, runs: Mapping[str, Path]) -> Numbers:
-    of_each = 8 if setting.fast else 60
-    return {name: _measure_run(run, of_each) for name, run in runs.items()}
+    return {name: _measure_run(run, setting.fast) for name, run in runs.items()}
 
 
-def _measure_run(run: Path, of_each: int) -> Numbers:
-    texts, labels = held_out_texts(run, of_each)
+def _measure_run(run: Path, quick: bool) -> Numbers:
+    texts, labels = held_out_texts(run, of_each=6 if quick else 60)
     per_step = read_config(run).tokens_per_step
     states = []
     reading = None
     for checkpoint in checkpoints(run):
-        reading = read(checkpoint, texts, labels)
+        reading = read(checkpoint, texts, labels, quick=quick)
         probes = {kind: probe_paths(reading, kind, "window") for kind in _KINDS}
         state = {"step": step_of(checkpoint), "tokens": step_of(checkpoint) * per_step, "probes": probes}
         states.append(state | {"map": _map(reading)})

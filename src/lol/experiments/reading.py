@@ -35,6 +35,8 @@ class Reading:
     table: pd.DataFrame
     """Of `record_paths`; its documents are the texts."""
     vocab_size: int
+    quick: bool = False
+    """Probe with two folds, once: to see the pipeline work."""
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -47,11 +49,11 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def read(checkpoint: Path, texts: Sequence[str], labels: Sequence[str]) -> Reading:
+def read(checkpoint: Path, texts: Sequence[str], labels: Sequence[str], *, quick: bool = False) -> Reading:
     """Run texts through a checkpoint, each as a document of its own, and record the paths."""
     model, tokenizer = load_model(checkpoint)
     ids = [tokenizer(text)["input_ids"][: model.config.max_position_embeddings] for text in texts]
-    return Reading(ids, list(labels), record_paths(model, ids, batch_size=16), len(tokenizer))
+    return Reading(ids, list(labels), record_paths(model, ids, batch_size=16), len(tokenizer), quick)
 
 
 def rows(reading: Reading, kind: Kind, unit: Unit) -> tuple[Float[np.ndarray, "R F"], pd.DataFrame]:
@@ -72,7 +74,7 @@ def rows(reading: Reading, kind: Kind, unit: Unit) -> tuple[Float[np.ndarray, "R
 def probe_paths(reading: Reading, kind: Kind, unit: Unit, labels: Sequence[str] | None = None) -> Numbers:
     """Read the label of a text from the paths of its windows, or of all of it."""
     features, keys = rows(reading, kind, unit)
-    return _probe(features, keys, reading.labels if labels is None else labels)
+    return _probe(reading, features, keys, labels)
 
 
 def probe_tokens(
@@ -84,7 +86,7 @@ def probe_tokens(
     """The same probe on the tokens of the same rows; see `bag_of_tokens` for `reach`."""
     _, keys = rows(reading, "one-hot", unit)
     counts = bag_of_tokens(reading.ids, keys, reading.vocab_size, reach)
-    return _probe(counts, keys, reading.labels if labels is None else labels)
+    return _probe(reading, counts, keys, labels)
 
 
 def score_cell(score: Numbers) -> str:
@@ -92,10 +94,11 @@ def score_cell(score: Numbers) -> str:
     return f"{score['mean']:.3f} ({score['low']:.3f} to {score['high']:.3f})"
 
 
-def _probe(features: Any, keys: pd.DataFrame, labels: Sequence[str]) -> Numbers:
-    document = keys["document"].to_numpy()
-    result = ridge_probe(features, [labels[number] for number in document], groups=document.tolist())
-    return _as_json(result)
+def _probe(reading: Reading, features: Any, keys: pd.DataFrame, labels: Sequence[str] | None) -> Numbers:
+    document = keys["document"].tolist()
+    own = [(reading.labels if labels is None else labels)[number] for number in document]
+    effort: dict[str, Any] = {"folds": 2, "seeds": (0,)} if reading.quick else {}
+    return _as_json(ridge_probe(features, own, groups=document, **effort))
 
 
 def _as_json(result: ProbeResult) -> Numbers:

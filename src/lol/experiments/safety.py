@@ -59,7 +59,7 @@ def _measure_run(setting: Setting, run: Path) -> Numbers:
         known = labels_of_people(setting.data)
         texts = [text for text in texts if text in known]
         labels = {"people": [known[text] for text in texts], "classifier": classify(texts)}
-    reading = read(checkpoints(run)[-1], texts, labels["classifier"])
+    reading = read(checkpoints(run)[-1], texts, labels["classifier"], quick=setting.fast)
     numbers: Numbers = {"texts": len(texts)}
     for name, own in labels.items():
         probes = {unit: _probe(reading, own, unit) for unit in _UNITS}
