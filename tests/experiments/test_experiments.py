@@ -39,7 +39,7 @@ def write_data(folder: Path) -> Path:
     items = [{"query": f"Question: {words(plain, 6)}\n", "choices": plain.split()[:4], "gold": n % 4} for n in range(6)]
     write_rows(math / "arc_easy.jsonl", items)
     for name in ("huginn", "moe", "ablations"):
-        write_corpus(folder / f"{name}.txt", documents=200)
+        write_corpus(folder / f"{name}.txt", documents=600)
     return folder
 
 

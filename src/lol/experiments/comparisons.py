@@ -75,7 +75,7 @@ def _course(run: Path) -> list[tuple[float, float]]:
     """FLOPs spent and held-out loss at every evaluation, at the depth that was due."""
     records = read_metrics(run)
     spent = {record["step"]: record["flops"] for record in records if record["event"] == "train"}
-    return [(spent[record["step"]], record["loss"]) for record in records if record["event"] == "eval"]
+    return [(float(spent[record["step"]]), record["loss"]) for record in records if record["event"] == "eval"]
 
 
 def losses_section(numbers: Numbers, reported: Mapping[str, float] | None = None) -> str:

@@ -35,7 +35,7 @@ from lol.train.trainer import train
 Scale = Literal["tiny", "paper"]
 Numbers = dict[str, Any]
 RESULTS, SECTION = "results.json", "section.md"
-FAST_STEPS = 4
+FAST_STEPS = 2
 _GPUS = 8
 
 
