@@ -51,8 +51,8 @@ def write_rows(file: Path, rows: list[dict]) -> None:
 def test_every_pipeline_runs_from_end_to_end(lol: Lol, tmp_path: Path):
     command = ["experiment", "all", "--fast", "--seeds", "0", "--runs", tmp_path / "runs", "--out", tmp_path / "out"]
     data = write_data(tmp_path / "data")
-    code, out, err = lol(*command, "--data", data)
-    assert (code, err) == (0, "")
+    code, out, _ = lol(*command, "--data", data)
+    assert code == 0
     for name in EXPERIMENTS:
         folder = tmp_path / "out" / name
         record = json.loads((folder / RESULTS).read_text())
