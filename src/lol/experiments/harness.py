@@ -108,6 +108,7 @@ def run_experiment(experiment: Experiment, options: Options) -> Path | None:
 
     Raises:
         UserError: data is missing, results of another command are in the way, a run cannot be trained.
+        KeyboardInterrupt, SystemExit: a run was stopped by Ctrl-C or SIGTERM, after its checkpoint.
     """
     setting = setting_of(experiment, options)
     out = out_of(experiment, options)
@@ -262,7 +263,8 @@ def _train_all(configs: Mapping[str, TrainConfig], folders: Mapping[str, Path], 
         print(f"run {name} ({done_before + number + 1} of {total}{left})", flush=True)
         outcome = train(config, folders[name], resume=(folders[name] / CONFIG).exists())
         if outcome.stopped_by is not None:
-            raise UserError(f"stopped by {outcome.stopped_by} in run {name}: give the same command again to go on")
+            print(f"stopped by {outcome.stopped_by} in run {name}: give the same command again to go on")
+            raise KeyboardInterrupt if outcome.stopped_by == "SIGINT" else SystemExit(143)
 
 
 def _asked(setting: Setting) -> Numbers:
