@@ -55,7 +55,7 @@ def _runs(setting: Setting) -> Mapping[str, TrainConfig]:
         data = DataConfig(_sources(setting), document_chars=150, held_out_fraction=0.05, context_length=256)
         config = replace(config, data=data, steps=steps, batch_size=20, eval=EvalConfig(every=200, rows=60))
         config = replace(config, optim=replace(config.optim, learning_rate=2e-3, warmup_steps=100))
-    kept = replace(config, checkpoint_every=steps // 8, keep_checkpoints=9)
+    kept = replace(config, checkpoint_every=steps // 8, keep_checkpoints=8)
     return {f"seed-{seed}": replace(kept, seed=seed) for seed in setting.seeds}
 
 
