@@ -20,6 +20,7 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   serve          OpenAI's completions, with paths: lol serve --model runs/demo
   paths show     print the block of every window and depth of a text
   paths report   write a run's report.html: lol paths report --run runs/demo
+  paths utilisation|map|probe|mode|force   what paths tell of labelled text
   export         write a run's newest model as a folder for transformers
   tokenizer      train a byte-level BPE
   cost           parameters, FLOPs, bytes: lol cost demo --model.num-experts 16
