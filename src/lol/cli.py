@@ -28,8 +28,9 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   toy table      the toy's table and figures, beside the article's numbers
   toy discover   train a router that finds the primitives: pc, mix, ord
   toy play       type digits and a program, see the path and every state
-  bench core     time a routed depth against its alternatives
-  bench decode|train|toy   time decoding, training, a step of the toy likewise
+  experiment     do one of the article's: lol experiment huginn --fast
+  experiment list   which there are, the data each wants, what was published
+  bench core|decode|train|toy   time a part against its alternatives
   bench gpu      check a GPU against the CPU, and run all of this on it
 """
 
@@ -59,7 +60,8 @@ def _run_verb(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    if any(args[:1] == [words[0]] and args[1:2] in (["-h"], ["--help"]) and len(words) > 1 for words in VERBS):
+    asks = args[1:2] in (["-h"], ["--help"])
+    if asks and tuple(args[:1]) not in VERBS and any(args[0] == words[0] for words in VERBS):
         print(USAGE)
         return 0
     broken = [arg for arg in args if not is_whole_text(arg)]

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lol.paths.colors import block_colors
+from lol.paths.figure import save_figure
 
 _INK, _SOFT = "#1a1a1a", "#8a8a8a"
 _SPLITS = {"programs": ("#2d6cdf", "any programs held out"), "functions": ("#d1495b", "whole functions held out")}
@@ -111,9 +111,3 @@ def _axes(figure: Figure) -> Axes:
     axes.grid(axis="x", color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
     return axes
-
-
-def save_figure(figure: Figure, file: Path) -> None:
-    """Write a figure as SVG: the same file for the same numbers, so no date, and ids that do not change."""
-    with matplotlib.rc_context({"svg.hashsalt": "lol", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure.savefig(file, metadata={"Date": None})
