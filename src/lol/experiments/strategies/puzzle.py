@@ -41,6 +41,11 @@ class Puzzle(Protocol):
         ...
 
     @property
+    def scored_after(self) -> str:
+        """The word that ends every prompt and stands nowhere else: only what follows it is learned."""
+        ...
+
+    @property
     def longest_trace(self) -> int:
         """The most words that any trace of a strategy has; decoding stops a little behind it."""
         ...
