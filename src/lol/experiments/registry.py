@@ -9,8 +9,9 @@ from rich.console import Console
 from lol.errors import UserError
 from lol.experiments.comparisons import ABLATIONS, HUGINN, MOE
 from lol.experiments.harness import Experiment, Options, run_experiment
+from lol.experiments.maze.experiment import MAZE
 
-EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in (HUGINN, MOE, ABLATIONS)}
+EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in (MAZE, HUGINN, MOE, ABLATIONS)}
 
 
 def experiment(options: Options) -> None:
