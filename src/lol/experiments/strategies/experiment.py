@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ class Study:
     corpus: CorpusConfig
     train: TrainConfig
     """The run, but for its data and its seed."""
+    mixtures: int = 60
+    """So many mixtures of two mode paths are tried."""
 
 
 def strategy_experiment(
@@ -44,9 +45,9 @@ def strategy_experiment(
 
     def measure(setting: Setting, folders: Mapping[str, Path]) -> Numbers:
         study = _study(studies, setting)
-        return {run: measure_run(study.puzzle, study.corpus, folder) for run, folder in folders.items()}
+        return {run: measure_run(study.puzzle, study.corpus, folder, study.mixtures) for run, folder in folders.items()}
 
-    return Experiment(name, purpose, published, (0,), runs, measure, draw_numbers, partial(word_numbers, name=name))
+    return Experiment(name, purpose, published, (0,), runs, measure, draw_numbers, word_numbers)
 
 
 def data_of(puzzle: Puzzle, corpus: Path) -> dict[str, Any]:
@@ -63,5 +64,5 @@ def data_of(puzzle: Puzzle, corpus: Path) -> dict[str, Any]:
 def _study(studies: Mapping[Scale, Callable[[], Study]], setting: Setting) -> Study:
     study = studies[setting.scale]()
     if setting.fast:
-        return replace(study, corpus=replace(study.corpus, examples=64, validation=3, test=3))
+        return replace(study, corpus=replace(study.corpus, examples=64, validation=3, test=3), mixtures=2)
     return study
