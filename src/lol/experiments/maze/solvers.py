@@ -8,7 +8,7 @@ rule leaves the choice open, it takes them in this order. Start and goal differ 
 | `bfs` | cells leaving the queue | at the goal | shortest |
 | `dfs` | cells entered, the first open neighbour first | at the goal | its branch |
 | `astar` | cells leaving the heap | at the goal | shortest |
-| `bidirectional` | cells leaving either queue, a level from the start, one from the goal, … | where they meet | shortest |
+| `bidirectional` | cells leaving either queue, a level from the start, one from the goal | where they meet | shortest |
 | `deadend` | dead ends in reading order, each filled back to a crossing | when none is left | shortest of the rest |
 
 A*'s heap is by least g + h, then least h, then first come, g being steps so far and h the Manhattan distance to go.
@@ -82,8 +82,8 @@ def a_star(grid: Grid, start: int, goal: int) -> Search:
 
 
 def bidirectional(grid: Grid, start: int, goal: int) -> Search:
-    """Breadth first from both ends, by turns a level each, until a cell is seen that the other side has seen. All but the
-    last level are whole, so the two halves are a shortest way."""
+    """Breadth first from both ends, by turns a level each, until a cell is seen that the other side has seen. All
+    but the last level are whole, so the two halves are a shortest way."""
     visited: list[int] = []
     before, behind = {start: start}, {goal: goal}
     own, other = (before, [start]), (behind, [goal])

@@ -101,6 +101,7 @@ class Writer:
         self.model = model
         self.tokenizer = tokenizer
         self.start = start_id(tokenizer)
+        self.end: int = encode_documents(tokenizer, [""])[0][-1]
         self.token_of = {name: encode_texts(tokenizer, [name])[0][0] for name in puzzle.strategies}
 
     def case(self, instance: Any) -> Case:
@@ -125,7 +126,7 @@ class Writer:
             told=asked is not None,
             # One more than needed: whoever writes it has not ended in time.
             max_new_tokens=self.puzzle.longest_trace + 1,
-            end=int(self.tokenizer.eos_token_id),
+            end=self.end,
             batch_size=_BATCH,
         )
         words = [self.tokenizer.convert_ids_to_tokens(ids) for ids in written]
@@ -158,13 +159,9 @@ def _mix(writer: Writer, cases: Sequence[Case], modes: Mapping[str, ModePath], n
     found = []
     for front, back in itertools.permutations(modes, 2):
         for cut in range(1, depths):
-            blocks, probabilities = (
-                tuple(first[:cut] + last[cut:])
-                for first, last in (
-                    (modes[front].blocks, modes[back].blocks),
-                    (modes[front].probabilities, modes[back].probabilities),
-                )
-            )
+            first, last = modes[front], modes[back]
+            blocks = first.blocks[:cut] + last.blocks[cut:]
+            probabilities = first.probabilities[:cut] + last.probabilities[cut:]
             # A mixture that is some strategy's own path would show nothing.
             if blocks not in own:
                 found.append((front, back, cut, ModePath(blocks, probabilities, 0)))
