@@ -115,11 +115,15 @@ class Writer:
         [ids] = encode_documents(self.tokenizer, [" ".join(words)])
         return self._row(ids[1:], strategy)
 
+    def prompt_row(self, case: Case, strategy: str) -> Row:
+        """The beginning of that document, as far as the puzzle is stated."""
+        return self._row(case.prompt, strategy)
+
     def write(self, cases: Sequence[Case], asked: Sequence[str] | None) -> list[Grade]:
         """Let the model solve each puzzle by the strategy asked for, or with none told, and judge what it writes."""
         # Some name has to stand behind the filler's place; nobody reads it.
         names = [self.puzzle.strategies[0]] * len(cases) if asked is None else asked
-        rows = [self._row(case.prompt, name) for case, name in zip(cases, names, strict=True)]
+        rows = [self.prompt_row(case, name) for case, name in zip(cases, names, strict=True)]
         written = generate_rows(
             self.model,
             rows,
