@@ -11,6 +11,7 @@ import pytest
 from lol.data.packing import held_out_rows
 from lol.data.text import open_documents
 from lol.data.tokenizer import load_tokenizer
+from lol.errors import UserError
 from lol.experiments.harness import Options, run_experiment
 from lol.experiments.maze.puzzle import MazePuzzle
 from lol.experiments.strategies.corpus import (
@@ -21,6 +22,7 @@ from lol.experiments.strategies.corpus import (
     VALIDATION,
     CorpusConfig,
     puzzles_of,
+    trained_on,
     write_corpus,
 )
 from lol.experiments.strategies.experiment import Study, strategy_experiment
@@ -56,9 +58,16 @@ def test_a_corpus_is_a_function_of_its_settings_and_keeps_held_out_puzzles_out(t
     assert (folder / MANIFEST).stat().st_mtime_ns == made
     again = write_corpus(puzzle, SMALL, tmp_path / "again")
     assert (again / MANIFEST).read_text() == (folder / MANIFEST).read_text()
-    write_corpus(puzzle, replace(SMALL, seed=1), again)
-    assert (again / TRAIN).read_bytes() != (folder / TRAIN).read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "corpus"]
+    other = write_corpus(puzzle, replace(SMALL, seed=1), tmp_path / "other")
+    assert (other / TRAIN).read_bytes() != (folder / TRAIN).read_bytes()
+    with pytest.raises(UserError, match="corpus of other settings"):
+        write_corpus(puzzle, replace(SMALL, seed=1), again)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "corpus", "other"]
+
+    mazes = puzzle.draw(np.random.default_rng(5), 40)
+    expected = [" ".join(puzzle.prompt(maze)) in {prompt_of(row["text"]) for row in rows} for maze in mazes]
+    assert trained_on(folder, puzzle, mazes) == expected
+    assert len(set(expected)) == 2
 
 
 def test_prompts_and_documents_are_laid_out_as_in_training(tmp_path):
@@ -68,24 +77,21 @@ def test_prompts_and_documents_are_laid_out_as_in_training(tmp_path):
     model = LoLForCausalLM(LoLConfig(**(MODEL | {"vocab_size": len(tokenizer), "router_only_tokens": True})))
     writer = Writer(puzzle, model, tokenizer)
     documents = open_documents(str(folder / VALIDATION), router_only_column=STRATEGY_COLUMN)
-    [row] = held_out_rows(documents, tokenizer, 2000, 1, puzzle.scored_after) or [None]
-    starts = [*np.flatnonzero(row["position_ids"] == 0).tolist(), 2000]
+    [row] = held_out_rows(documents, tokenizer, 1000, 1, puzzle.scored_after)
+    starts = np.flatnonzero(row["position_ids"] == 0).tolist()
     parts = [
         {name: row[name][start:end].tolist() for name in ("input_ids", "router_only_ids", "labels")}
-        for start, end in pairwise(starts[:-1])
+        for start, end in pairwise(starts)
     ]
-    expected = [
-        writer.document(instance, name)
-        for instance in puzzles_of(puzzle, SMALL, "validation")
-        for name in puzzle.strategies
-    ][: len(parts)]
     assert len(parts) > 20
-    for part, own in zip(parts, expected, strict=True):
+    instances = [one for one in puzzles_of(puzzle, SMALL, "validation") for _ in puzzle.strategies]
+    for part, instance, name in zip(parts, instances, puzzle.strategies * 12, strict=False):
         labels = part.pop("labels")
-        assert part == own
-        prompt = writer.prompt_row(writer.case(puzzles_of(puzzle, SMALL, "validation")[0]), "bfs")
+        assert part == writer.document(instance, name)
         # What the model is asked to write is what it learned to write.
-        assert labels.count(-100) == len(prompt["input_ids"])
+        asked = writer.prompt_row(writer.case(instance), name)
+        assert part["input_ids"][: labels.count(-100)] == asked["input_ids"]
+        assert -100 not in labels[labels.count(-100) :]
 
 
 def apart(puzzle: MazePuzzle):
@@ -139,8 +145,8 @@ def test_an_experiment_from_end_to_end(tmp_path: Path):
     assert run_experiment(experiment, options) == tmp_path / "out"
     record = json.loads((tmp_path / "out" / "results.json").read_text())
     own = record["numbers"]["seed-0"]
-    kept = own["drawn"] - own["left_out"]
-    assert own["drawn"] == 3
+    kept = own["kept"]
+    assert own["drawn"] == kept + own["alike"] + own["trained_on"] == 8
     assert kept > 0
     assert own["told"]["asked"] == own["untold"]["asked"] == [kept] * 5
     assert set(own["forced"]) == {"router", "mode", "1.0"}

@@ -52,10 +52,10 @@ def word_numbers(numbers: Numbers) -> str:
     """The section: per run what was written when told, untold and forced, the matrix, the paths, the mixtures."""
     parts = []
     for run, own in numbers.items():
-        kept = own["drawn"] - own["left_out"]
         parts.append(
-            f"**{run}.** `{own['puzzle']}`: {own['drawn']} puzzles to test on, {own['left_out']} of them left out "
-            f"since two strategies write the same; {kept} under each strategy."
+            f"**{run}.** `{own['puzzle']}`: {own['kept']} puzzles under each strategy. Of {own['drawn']} drawn, "
+            f"{own['alike']} are left out since two strategies write the same, and {own['trained_on']} since they were "
+            "trained on."
         )
         if "forced" in own:
             parts += [_summary(own), _matrix(own), f"![Forced against produced](confusion-{run}.svg)"]
