@@ -54,8 +54,7 @@ def word_numbers(numbers: Numbers) -> str:
     for run, own in numbers.items():
         parts.append(
             f"**{run}.** `{own['puzzle']}`: {own['kept']} puzzles under each strategy. Of {own['drawn']} drawn, "
-            f"{own['alike']} are left out since two strategies write the same, and {own['trained_on']} since they were "
-            "trained on."
+            f"{own['trained_on']} were trained on, and on {own['alike']} two strategies write the same: they are left out."
         )
         if "forced" in own:
             parts += [_summary(own), _matrix(own), f"![Forced against produced](confusion-{run}.svg)"]
