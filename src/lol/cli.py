@@ -20,6 +20,7 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   serve          OpenAI's completions, with paths: lol serve --model runs/demo
   paths show     print the block of every window and depth of a text
   paths report   write a run's report.html: lol paths report --run runs/demo
+  paths utilisation|map|probe|mode|force   what paths tell of labelled text
   export         write a run's newest model as a folder for transformers
   tokenizer      train a byte-level BPE
   cost           parameters, FLOPs, bytes: lol cost demo --model.num-experts 16
@@ -28,11 +29,9 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   toy table      the toy's table and figures, beside the article's numbers
   toy discover   train a router that finds the primitives: pc, mix, ord
   toy play       type digits and a program, see the path and every state
-  experiment     do one of the article's: lol experiment list
-  bench core     time a routed depth against its alternatives
-  bench decode   time cached decoding against its alternatives
-  bench train    time training against a Llama's and the baselines'
-  bench toy      time a step of the toy against the plain loop
+  experiment     do one of the article's: lol experiment huginn --fast
+  experiment list   which there are, the data each wants, what was published
+  bench core|decode|train|toy   time a part against its alternatives
   bench gpu      check a GPU against the CPU, and run all of this on it
 """
 
@@ -62,7 +61,8 @@ def _run_verb(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    if any(args[:1] == [words[0]] and args[1:2] in (["-h"], ["--help"]) and len(words) > 1 for words in VERBS):
+    asks = args[1:2] in (["-h"], ["--help"])
+    if asks and tuple(args[:1]) not in VERBS and any(args[0] == words[0] for words in VERBS):
         print(USAGE)
         return 0
     broken = [arg for arg in args if not is_whole_text(arg)]

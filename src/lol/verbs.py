@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -168,6 +169,14 @@ def paths_report(args: list[str]) -> int:
 
     command = parse(PathsReport, "paths report", args)
     print(f"written: {report_run(command.run, out=command.out, num_rows=command.documents)}")
+    return 0
+
+
+def paths_tool(name: str, args: list[str]) -> int:
+    from lol.experiments.path_tools import TOOLS
+
+    command, run = TOOLS[name]
+    run(parse(command, f"paths {name}", args))
     return 0
 
 
@@ -363,6 +372,11 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("serve",): serve,
     ("paths", "show"): paths_show,
     ("paths", "report"): paths_report,
+    ("paths", "utilisation"): partial(paths_tool, "utilisation"),
+    ("paths", "map"): partial(paths_tool, "map"),
+    ("paths", "probe"): partial(paths_tool, "probe"),
+    ("paths", "mode"): partial(paths_tool, "mode"),
+    ("paths", "force"): partial(paths_tool, "force"),
     ("export",): export,
     ("tokenizer",): tokenizer,
     ("cost",): cost,

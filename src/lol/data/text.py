@@ -2,7 +2,7 @@
 
 Every source becomes a `datasets.IterableDataset` with two string columns: `text`, one document, and `group`, which
 decides the side of the split; and with a third, `router_only`, where one is asked for: what of the document only the
-router may read. Documents of one group are always on the same side:
+router may read; likewise `label`, for measuring. Documents of one group are always on the same side:
 
 | source                     | documents                               | group             |
 |----------------------------|-----------------------------------------|-------------------|
@@ -53,15 +53,22 @@ class _Columns(NamedTuple):
 
     text: str
     router_only: str | None
+    label: str | None = None
+
+    @property
+    def others(self) -> dict[str, str]:
+        """The columns beside the text that are asked for, by our names."""
+        named = {"router_only": self.router_only, "label": self.label}
+        return {ours: column for ours, column in named.items() if column is not None}
 
     @property
     def names(self) -> list[str]:
-        return [self.text] if self.router_only is None else [self.text, self.router_only]
+        # A label may be what the router reads.
+        return list(dict.fromkeys([self.text, *self.others.values()]))
 
     @property
     def features(self) -> Features:
-        names = ["text", "group"] if self.router_only is None else ["text", "group", "router_only"]
-        return Features({name: Value("string") for name in names})
+        return Features({name: Value("string") for name in ("text", "group", *self.others)})
 
 
 class _File(NamedTuple):
@@ -73,7 +80,12 @@ class _File(NamedTuple):
 
 
 def open_documents(
-    source: str, *, text_column: str = "text", document_chars: int = 2000, router_only_column: str | None = None
+    source: str,
+    *,
+    text_column: str = "text",
+    document_chars: int = 2000,
+    router_only_column: str | None = None,
+    label_column: str | None = None,
 ) -> IterableDataset:
     """Open a source of text as a stream of documents.
 
@@ -90,6 +102,7 @@ def open_documents(
             within it. The last document takes in a shorter rest.
         router_only_column: the column of rows that holds what only the router may read of the row's document (it may be
             empty); text files have none.
+        label_column: likewise, the column that says what the row's document is: a text, a whole number, true or false.
 
     Raises:
         UserError: the path is missing, nothing is in it, it is not UTF-8 text, a row cannot be read or lacks a column,
@@ -100,16 +113,17 @@ def open_documents(
         raise UserError(f"document_chars is {document_chars}; it must be at least 1")
     if text_column == router_only_column:
         raise UserError(f"{text_column!r} is the column of the text, which everything reads: name another one")
-    columns = _Columns(text_column, router_only_column)
+    columns = _Columns(text_column, router_only_column, label_column)
     if source.startswith("hf:"):
         documents = _open_hub(source, columns)
     else:
         files = _list_files(source)
         plain = next((file.path for file in files if file.kind not in ROW_SUFFIXES), None)
-        if router_only_column is not None and plain is not None:
+        if columns.others and plain is not None:
+            asked = " or ".join(repr(column) for column in columns.others.values())
             raise UserError(
-                f"{plain}: a text file has no column {router_only_column!r}; give documents as rows of .jsonl or"
-                " .parquet files, or name no router-only column"
+                f"{plain}: a text file has no column {asked}; give documents as rows of .jsonl or"
+                " .parquet files, or name no column but the text's"
             )
         shards = [tuple(files[k::_MAX_SHARDS]) for k in range(min(_MAX_SHARDS, len(files)))]
         settings = {"shards": shards, "columns": columns, "document_chars": document_chars}
@@ -274,10 +288,12 @@ def _read_parquet(path: str, columns: _Columns) -> Iterator[dict[str, str]]:
 
 
 def _require_columns(found: Iterable[str], columns: _Columns, place: str) -> None:
-    for wanted, held in zip(columns.names, ("the text", "what only the router reads"), strict=False):
+    held = {columns.text: "the text", columns.label: "the label", columns.router_only: "what only the router reads"}
+    for wanted in columns.names:
         if wanted not in found:
             raise UserError(
-                f"{place}: there is no column {wanted!r}; name the one that holds {held}, of: {', '.join(found)}"
+                f"{place}: there is no column {wanted!r}; name the one that holds {held[wanted]}, of:"
+                f" {', '.join(found)}"
             )
 
 
@@ -289,16 +305,26 @@ def _document_of(row: dict, columns: _Columns, place: str) -> dict[str, str]:
         raise UserError(
             f"{place}: the column {columns.text!r} holds {type(text).__name__}, not text; name another column"
         )
-    if columns.router_only is None:
-        return {"text": text or ""}
-    hidden = row[columns.router_only]
+    others = {ours: row[column] for ours, column in columns.others.items()}
+    if "label" in others:
+        others["label"] = _label_of(others["label"], columns, place)
+    hidden = others.get("router_only", "")
     if not isinstance(hidden, str):
         # A null too: a row whose strategy was forgotten would train a router that knows of none.
         raise UserError(
             f"{place}: the column {columns.router_only!r} holds {'null' if hidden is None else type(hidden).__name__},"
             ' not text; write "" where the router is to be told nothing'
         )
-    return {"text": text or "", "router_only": hidden}
+    return {"text": text or "", **others}
+
+
+def _label_of(label: object, columns: _Columns, place: str) -> str:
+    if not isinstance(label, str | int) or label == "":
+        raise UserError(
+            f"{place}: the column {columns.label!r} holds {'nothing' if label in (None, '') else type(label).__name__},"
+            " not a text or a whole number; give the row a label, or leave it out"
+        )
+    return str(label)
 
 
 def _open_hub(source: str, columns: _Columns) -> IterableDataset:

@@ -14,10 +14,10 @@ from statistics import mean
 from matplotlib.figure import Figure
 
 from lol.experiments.figures import clean_axes, save_figure
-from lol.experiments.harness import Experiment, Numbers, Setting, markdown_table, run_facts
-from lol.model.config import LoLConfig
+from lol.experiments.harness import Experiment, Numbers, Setting, markdown_table, run_facts, with_model
 from lol.paths.colors import block_colors
-from lol.train.config import MODEL_FIELDS, BudgetConfig, TrainConfig
+from lol.train.budget import plan_run
+from lol.train.config import BudgetConfig, TrainConfig
 from lol.train.metrics import read_metrics
 from lol.train.progress import shorten
 from lol.train.recipes import recipe
@@ -44,16 +44,24 @@ def comparison(
             for label, config in settings(setting).items()
         }
 
-    section = partial(_section, reported=reported)
-    return Experiment(name, purpose, published, (0, 1, 2), runs, _measure, _draw, section)
+    return Experiment(
+        name=name,
+        purpose=purpose,
+        published=published,
+        seeds=(0, 1, 2),
+        runs=runs,
+        measure=lambda _, folders: compare_losses(folders),
+        draw=lambda numbers, folder: draw_losses(numbers, folder / "loss.svg"),
+        section=partial(losses_section, reported=reported),
+    )
 
 
-def _measure(_: Setting, runs: Mapping[str, Path]) -> Numbers:
+def compare_losses(runs: Mapping[str, Path]) -> Numbers:
     """Per setting: parameters, tokens, FLOPs, the held-out loss of every seed, and its course."""
     settings: Numbers = {}
     for name, run in runs.items():
         facts = run_facts(run)
-        label, _, seed = name.rpartition(_SEED)
+        label, seed = name.split(_SEED)
         own = settings.setdefault(label, {"seeds": [], "losses": [], "flops": [], "courses": []})
         own |= {key: facts[key] for key in ("stored", "active", "parameters", "tokens", "step")}
         own["seeds"].append(int(seed))
@@ -67,10 +75,11 @@ def _course(run: Path) -> list[tuple[float, float]]:
     """FLOPs spent and held-out loss at every evaluation, at the depth that was due."""
     records = read_metrics(run)
     spent = {record["step"]: record["flops"] for record in records if record["event"] == "train"}
-    return [(spent[record["step"]], record["loss"]) for record in records if record["event"] == "eval"]
+    return [(float(spent[record["step"]]), record["loss"]) for record in records if record["event"] == "eval"]
 
 
-def _section(numbers: Numbers, reported: Mapping[str, float]) -> str:
+def losses_section(numbers: Numbers, reported: Mapping[str, float] | None = None) -> str:
+    """What `compare_losses` measured as a table, beside the article's losses by the same names."""
     heads = ["setting", "stored", "active", "tokens", "FLOPs", "held-out loss, mean", "lowest to highest", "seeds"]
     heads += ["published"] if reported else []
     rows = []
@@ -85,7 +94,8 @@ def _section(numbers: Numbers, reported: Mapping[str, float]) -> str:
     return f"{markdown_table(heads, rows)}\n\n{note}"
 
 
-def _draw(numbers: Numbers, folder: Path) -> None:
+def draw_losses(numbers: Numbers, file: Path) -> None:
+    """Draw what `compare_losses` measured: by parameters with bars over seeds, and by FLOPs."""
     colors = dict(zip(numbers, block_colors(max(2, len(numbers))), strict=False))
     figure = Figure(figsize=(10, 4), layout="constrained")
     by_parameters, by_flops = (clean_axes(axes) for axes in figure.subplots(1, 2))
@@ -109,7 +119,7 @@ def _draw(numbers: Numbers, folder: Path) -> None:
     by_flops.set_xlabel("training, TFLOP; a line per seed")
     by_flops.set_yscale("log")
     by_flops.legend(frameon=False, fontsize=8)
-    save_figure(figure, folder / "loss.svg")
+    save_figure(figure, file)
 
 
 def _recipes(names: Mapping[str, str]) -> Settings:
@@ -127,30 +137,31 @@ def sized(config: TrainConfig, setting: Setting) -> TrainConfig:
     if setting.scale == "paper":
         return config
     flops = config.budget.flops
+    data = config.data if setting.data is None else replace(config.data, source=str(setting.data))
     return replace(
         config,
+        data=data,
         steps=config.steps * _LONGER,
         budget=BudgetConfig(flops=None if flops is None else flops * _LONGER),
         optim=replace(config.optim, warmup_steps=config.optim.warmup_steps * 2),
-        eval=replace(config.eval, every=50 * _LONGER // 5, rows=128, ngrams=False),
+        eval=replace(config.eval, every=50, rows=128, ngrams=False),
         checkpoint_every=200,
     )
 
 
-_LONGER = 5
+_LONGER = 4
 
 
 def _ablations(setting: Setting) -> Mapping[str, TrainConfig]:
     """One change each from LoL's math run, over as many steps of the same text, so that FLOPs differ."""
     base = sized(recipe("math-1b" if setting.scale == "paper" else "math-1b-tiny"), setting)
-    base = replace(base, budget=BudgetConfig())
-    model = {name: getattr(base.model, name) for name in MODEL_FIELDS}
+    base = replace(base, steps=plan_run(base, base.model).steps, budget=BudgetConfig())
     growth, full = base.growth, replace(base.growth, backprop_depth=None)
     return {
         "published": base,
         "no-growing": replace(base, growth=replace(growth, initial_depth=None)),
         "aux-loss": replace(base, balance=replace(base.balance, strategy="aux_loss")),
-        "untied-router": replace(base, model=LoLConfig(**(model | {"tie_router": False}))),
+        "untied-router": with_model(base, tie_router=False),
         "backprop-2": replace(base, growth=replace(growth, backprop_depth=2)),
         "backprop-all": replace(base, growth=full),
     }

@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 
 from lol.errors import UserError
+from lol.model.config import LoLConfig
 from lol.model.cost import count_parameters
-from lol.train.config import BudgetConfig, TrainConfig, as_json
+from lol.paths.statistics import draw_utilisation
+from lol.train.config import MODEL_FIELDS, BudgetConfig, TrainConfig, as_json
 from lol.train.metrics import FILE as METRICS
 from lol.train.metrics import json_safe, read_metrics
 from lol.train.progress import duration
@@ -32,7 +35,7 @@ from lol.train.trainer import train
 Scale = Literal["tiny", "paper"]
 Numbers = dict[str, Any]
 RESULTS, SECTION = "results.json", "section.md"
-FAST_STEPS = 4
+FAST_STEPS = 2
 _GPUS = 8
 
 
@@ -105,6 +108,7 @@ def run_experiment(experiment: Experiment, options: Options) -> Path | None:
 
     Raises:
         UserError: data is missing, results of another command are in the way, a run cannot be trained.
+        KeyboardInterrupt, SystemExit: a run was stopped by Ctrl-C or SIGTERM, after its checkpoint.
     """
     setting = setting_of(experiment, options)
     out = out_of(experiment, options)
@@ -168,7 +172,7 @@ def out_of(experiment: Experiment, options: Options) -> Path:
 
 
 def few_steps(config: TrainConfig) -> TrainConfig:
-    """The run cut to a few steps of two rows, with a checkpoint after half of them."""
+    """The run cut to a few steps of two rows, measured and saved after the last one."""
     return dataclasses.replace(
         config,
         steps=FAST_STEPS,
@@ -176,9 +180,15 @@ def few_steps(config: TrainConfig) -> TrainConfig:
         accumulation=1,
         budget=BudgetConfig(),
         optim=dataclasses.replace(config.optim, warmup_steps=1),
-        eval=dataclasses.replace(config.eval, every=FAST_STEPS // 2, rows=4),
-        checkpoint_every=FAST_STEPS // 2,
+        eval=dataclasses.replace(config.eval, every=FAST_STEPS, rows=2),
+        checkpoint_every=0,
     )
+
+
+def with_model(config: TrainConfig, **changes: Any) -> TrainConfig:
+    """The run with other values in some fields of its model."""
+    fields: dict[str, Any] = {name: getattr(config.model, name) for name in MODEL_FIELDS} | changes
+    return dataclasses.replace(config, model=LoLConfig(**fields))
 
 
 def is_done(run: Path) -> bool:
@@ -223,6 +233,10 @@ def command_of(experiment: Experiment, setting: Setting) -> str:
 def write_results(experiment: Experiment, record: Numbers, out: Path) -> None:
     """Write figures, section and numbers; the numbers last, for they say that the rest is there."""
     out.mkdir(parents=True, exist_ok=True)
+    for name, facts in record["runs"].items():
+        load = np.array(facts["load"], dtype=np.float64)
+        if load.size and load.sum():
+            draw_utilisation(load / load.sum(1, keepdims=True), out / f"utilisation-{name}.svg", name)
     experiment.draw(record["numbers"], out)
     section = experiment.section(record["numbers"]).strip()
     text = f"{section}\n\nPublished: {experiment.published}. From `{record['command']}`.\n"
@@ -249,7 +263,8 @@ def _train_all(configs: Mapping[str, TrainConfig], folders: Mapping[str, Path], 
         print(f"run {name} ({done_before + number + 1} of {total}{left})", flush=True)
         outcome = train(config, folders[name], resume=(folders[name] / CONFIG).exists())
         if outcome.stopped_by is not None:
-            raise UserError(f"stopped by {outcome.stopped_by} in run {name}: give the same command again to go on")
+            print(f"stopped by {outcome.stopped_by} in run {name}: give the same command again to go on")
+            raise KeyboardInterrupt if outcome.stopped_by == "SIGINT" else SystemExit(143)
 
 
 def _asked(setting: Setting) -> Numbers:

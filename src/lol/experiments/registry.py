@@ -7,11 +7,14 @@ from pathlib import Path
 from rich.console import Console
 
 from lol.errors import UserError
+from lol.experiments.benchmarks import MATH
 from lol.experiments.comparisons import ABLATIONS, HUGINN, MOE
 from lol.experiments.harness import Experiment, Options, run_experiment
+from lol.experiments.languages import LANGUAGES
 from lol.experiments.maze.experiment import MAZE
+from lol.experiments.safety import SAFETY
 
-EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in (MAZE, HUGINN, MOE, ABLATIONS)}
+EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in (LANGUAGES, SAFETY, MAZE, HUGINN, MOE, MATH, ABLATIONS)}
 
 
 def experiment(options: Options) -> None:
@@ -51,9 +54,9 @@ def list_experiments() -> None:
 
 def _data_of(one: Experiment, data: Path | None) -> Path | None:
     """The data of an experiment in the folder that `all` was given: what is named like the experiment."""
-    if data is None or one.data is None:
-        return None
-    found = sorted(data.glob(f"{one.name}*"))
-    if not found:
-        raise UserError(f"{data} has nothing for {one.name}: put a file or folder there that is named {one.name}…")
-    return found[0]
+    found = [] if data is None else sorted(data.glob(f"{one.name}*"))
+    if not found and one.data is not None:
+        raise UserError(
+            f"{one.name} needs data: give --data a folder in which something is named {one.name}…, namely {one.data}"
+        )
+    return found[0] if found else None

@@ -76,7 +76,7 @@ def path_features(
 
 
 def bag_of_tokens(
-    documents: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
+    documents: Sequence[Any] | Mapping[int, Any],
     keys: pd.DataFrame,
     vocab_size: int,
     reach: Literal["window", "before"] = "window",
@@ -84,7 +84,7 @@ def bag_of_tokens(
     """How often each token stands in the rows of `path_features`: what a probe of the text itself would read.
 
     Args:
-        documents: The token ids of each document, by its number in the table.
+        documents: The token ids of each document (lists, arrays or tensors), by its number in the table.
         keys: Of `path_features`.
         vocab_size: Number of tokens.
         reach: `"window"`: the row's own tokens. A window's route is decided by the tokens before it, so `"before"`
@@ -100,7 +100,7 @@ def bag_of_tokens(
     columns, places = [], [0]
     for document, start, end in keys[["document", "start", "end"]].itertuples(index=False):
         ids = documents[document][0 if reach == "before" else start : end]
-        columns.extend(ids)
+        columns.extend(map(int, ids))
         places.append(len(columns))
     counts = sparse.csr_matrix(
         (np.ones(len(columns), dtype=np.float32), np.array(columns, dtype=np.int32), np.array(places)),

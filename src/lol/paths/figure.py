@@ -1,13 +1,16 @@
 """What the figures of paths share: plain axes, matrices with their numbers, and files that do not change."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+
+from lol.paths.colors import block_colors
 
 INK, SOFT = "#1a1a1a", "#8a8a8a"
 # More cells than this stay without their numbers, which would not be read.
@@ -48,7 +51,7 @@ def draw_matrix(
         most: The number that is darkest. Default: the largest.
         form: How a number is written.
     """
-    size = (1.6 + 0.46 * len(columns), 1.2 + 0.34 * len(rows))
+    size = (max(4.4, 1.6 + 0.46 * len(columns)), 1.2 + 0.34 * len(rows))
     figure = Figure(figsize=size, layout="constrained")
     axes = new_axes(figure, title)
     top = float(np.nanmax(values)) if most is None else most
@@ -64,6 +67,27 @@ def draw_matrix(
     axes.set_yticks(range(len(rows)), rows)
     axes.set_ylabel(names[0], fontsize=8)
     axes.set_xlabel(names[1], fontsize=8)
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    save_figure(figure, file)
+
+
+def draw_blocks(paths: Mapping[str, Sequence[int]], num_experts: int, file: Path, title: str = "") -> None:
+    """Draw paths as an SVG figure: a row per path, a column per depth, the block's number on its colour."""
+    colors = block_colors(num_experts)
+    depths = max(map(len, paths.values()))
+    figure = Figure(figsize=(max(4.4, 1.6 + 0.46 * depths), 0.9 + 0.34 * len(paths)), layout="constrained")
+    axes = new_axes(figure, title)
+    image = np.array([[to_rgb(colors[block]) for block in path] for path in paths.values()])
+    axes.imshow(image, aspect="auto")
+    for row, path in enumerate(paths.values()):
+        for column, block in enumerate(path):
+            dark = image[row, column] @ (0.299, 0.587, 0.114) < 0.5
+            axes.text(column, row, str(block), ha="center", va="center", fontsize=8, color="white" if dark else INK)
+    axes.set_xticks(range(depths))
+    axes.set_yticks(range(len(paths)), list(paths))
+    axes.set_xlabel("depth; the number is the block", fontsize=8)
     axes.tick_params(length=0)
     for side in axes.spines.values():
         side.set_visible(False)

@@ -5,17 +5,20 @@ of a sequence, on both sides; shuffled labels are shuffled from group to group, 
 label as they do in truth.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from lol.errors import UserError
 from lol.paths.extra import need
 from lol.paths.features import bag_of_tokens
+from lol.paths.figure import INK, SOFT, new_axes, save_figure
 
-__all__ = ["ProbeResult", "Score", "bag_of_tokens", "ridge_probe"]
+__all__ = ["ProbeResult", "Score", "bag_of_tokens", "draw_probes", "ridge_probe"]
 
 STRENGTHS = (1.0, 30.0, 1000.0)
 """Ridge penalties that are tried."""
@@ -52,9 +55,9 @@ class ProbeResult:
 
 def ridge_probe(
     features: Any,
-    labels: Sequence[Any],
+    labels: Iterable[Any],
     *,
-    groups: Sequence[Any] | None = None,
+    groups: Iterable[Any] | None = None,
     folds: int = 5,
     seeds: Sequence[int] = (0, 1, 2),
     shuffled: bool = True,
@@ -70,15 +73,15 @@ def ridge_probe(
         folds: Parts of the cross-validation, with the classes in equal shares as far as groups allow.
         seeds: A split of its own for each.
         shuffled: Whether the control is run too.
-        strengths: Ridge penalties; where there are several, the one with the best AUROC on a part of the training
-            groups is taken, in each fold anew.
+        strengths: Ridge penalties; where there are several, each fold takes the one with the best AUROC on a part of
+            its training groups that was held out for that.
 
     Raises:
         UserError: scikit-learn is not installed, one class only, fewer groups of a class than folds, or numbers of rows
             that differ.
     """
     names, target = np.unique([str(label) for label in labels], return_inverse=True)
-    group = np.arange(len(target)) if groups is None else np.unique(np.asarray(groups), return_inverse=True)[1]
+    group = np.arange(len(target)) if groups is None else np.unique(np.array(list(groups)), return_inverse=True)[1]
     _check(features, names, target, group, folds)
     scored = [_cross_validate(features, target, group, folds, seed, strengths) for seed in seeds]
     control = None
@@ -113,7 +116,7 @@ def _check(features: Any, names: np.ndarray, target: np.ndarray, group: np.ndarr
         own = len(np.unique(group[target == number]))
         if own < folds:
             raise UserError(
-                f"label {name!r} has {own} examples, fewer than the {folds} folds: give more, or fewer folds"
+                f"label {str(name)!r} has {own} examples, fewer than the {folds} folds: give more, or fewer folds"
             )
 
 
@@ -131,13 +134,14 @@ def _cross_validate(
 ) -> list[tuple[float, float]]:
     """(accuracy, AUROC) of each fold."""
     split = need("sklearn.model_selection").StratifiedGroupKFold(folds, shuffle=True, random_state=seed)
+    draw = np.random.default_rng(seed)
     scores = []
     for train, test in split.split(np.zeros(len(target)), target, group):
         strength = strengths[0]
         if len(strengths) > 1:
-            inner = need("sklearn.model_selection").StratifiedGroupKFold(max(folds, 2), shuffle=True, random_state=seed)
-            fit, held = next(inner.split(np.zeros(len(train)), target[train], group[train]))
-            tried = [_score(features, target, train[fit], train[held], own)[1] for own in strengths]
+            inside = np.unique(group[train])
+            held = np.isin(group[train], draw.permutation(inside)[: max(1, len(inside) // folds)])
+            tried = [_score(features, target, train[~held], train[held], own)[1] for own in strengths]
             strength = strengths[int(np.argmax(tried))]
         scores.append(_score(features, target, train, test, strength))
     return scores
@@ -146,26 +150,30 @@ def _cross_validate(
 def _score(
     features: Any, target: np.ndarray, train: np.ndarray, test: np.ndarray, strength: float
 ) -> tuple[float, float]:
-    steps = [need("sklearn.linear_model").RidgeClassifier(alpha=strength)]
+    learn, judge = features[train], features[test]
     if isinstance(features, np.ndarray):
-        steps.insert(0, need("sklearn.preprocessing").StandardScaler())
-    model = need("sklearn.pipeline").make_pipeline(*steps).fit(features[train], target[train])
-    decided = model.decision_function(features[test])
-    right = float((model.predict(features[test]) == target[test]).mean())
-    return right, _auroc(decided, target[test], model.classes_)
+        mean, spread = learn.mean(0), learn.std(0)
+        learn, judge = ((rows - mean) / np.where(spread > 0, spread, 1) for rows in (learn, judge))
+    model = need("sklearn.linear_model").RidgeClassifier(alpha=strength).fit(learn, target[train])
+    decided = model.decision_function(judge)
+    best = model.classes_[(decided > 0).astype(int) if decided.ndim == 1 else decided.argmax(1)]
+    return float((best == target[test]).mean()), _auroc(decided, target[test], model.classes_)
 
 
 def _auroc(decided: np.ndarray, target: np.ndarray, classes: np.ndarray) -> float:
-    """Mean over the classes that are in the target and not all of it; ½ where there is none."""
-    roc = need("sklearn.metrics").roc_auc_score
+    """Mean over the classes that are in the target and not all of it; ½ where there is none.
+
+    A class's AUROC is the chance that one of its rows ranks above one of the others, ties counting half.
+    """
     if decided.ndim == 1:
         decided, classes = decided[:, None], classes[1:]
-    scores = [
-        float(roc(target == own, decided[:, place]))
-        for place, own in enumerate(classes)
-        if 0 < (target == own).sum() < len(target)
-    ]
-    return float(np.mean(scores)) if scores else 0.5
+    own = target[:, None] == classes
+    inside = own.sum(0)
+    outside = len(target) - inside
+    ranks = (need("scipy.stats").rankdata(decided, axis=0) * own).sum(0)
+    told = (inside > 0) & (outside > 0)
+    scores = (ranks - inside * (inside + 1) / 2)[told] / (inside * outside)[told]
+    return float(scores.mean()) if told.any() else 0.5
 
 
 def _summarise(values: list[list[float]], folds: int) -> Score:
@@ -174,3 +182,22 @@ def _summarise(values: list[list[float]], folds: int) -> Score:
     spread = flat.var(ddof=1) * (1 / flat.size + 1 / (folds - 1))
     reach = float(need("scipy.stats").t.ppf(0.975, flat.size - 1) * np.sqrt(spread))
     return Score(tuple(tuple(seed) for seed in values), mean, max(0.0, mean - reach), min(1.0, mean + reach))
+
+
+def draw_probes(probes: Mapping[str, ProbeResult], file: Path, title: str = "") -> None:
+    """Draw the AUROC of probes, one below the other, as an SVG figure: the mean with its interval, and the control."""
+    figure = Figure(figsize=(6.8, 0.9 + 0.32 * len(probes)), layout="constrained")
+    axes = new_axes(figure, title)
+    for row, probe in enumerate(probes.values()):
+        score, control = probe.auroc, probe.shuffled_auroc
+        axes.plot([score.low, score.high], [row, row], color=INK, linewidth=1.5)
+        axes.scatter([score.mean], [row], s=30, color=INK, zorder=3, label="true labels" if row == 0 else None)
+        if control is not None:
+            axes.plot([control.low, control.high], [row, row], color=SOFT, linewidth=1)
+            axes.scatter([control.mean], [row], s=24, color=SOFT, label="shuffled labels" if row == 0 else None)
+    axes.set_yticks(range(len(probes)), list(probes))
+    axes.set_ylim(len(probes) - 0.5, -0.5)
+    axes.set_xlim(right=1.01)
+    axes.set_xlabel("AUROC, mean and 95 % interval")
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    save_figure(figure, file)

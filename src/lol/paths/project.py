@@ -1,6 +1,6 @@
 """Paths as points of a plane: principal components, the same for the same numbers, and a picture with a legend."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,15 +44,15 @@ def principal_components(features: Float[np.ndarray, "R F"], k: int = 2) -> Proj
     return Projection((rows - mean) @ components.T, components, np.clip(variances[::-1][:k], 0, None) / total, mean)
 
 
-def draw_projection(projection: Projection, labels: Sequence[str], file: Path, title: str = "") -> None:
+def draw_projection(projection: Projection, labels: Iterable[str], file: Path, title: str = "") -> None:
     """Draw the first two components as an SVG figure, a colour per label, with a legend.
 
     Raises:
         UserError: as many labels as rows are needed.
     """
-    if len(labels) != len(projection.points):
-        raise UserError(f"{len(labels)} labels for {len(projection.points)} rows: give one for each")
-    own = np.asarray(labels)
+    own = np.array(list(labels))
+    if len(own) != len(projection.points):
+        raise UserError(f"{len(own)} labels for {len(projection.points)} rows: give one for each")
     figure = Figure(figsize=(6.8, 4.6), layout="constrained")
     axes = new_axes(figure, title)
     names = np.unique(own)

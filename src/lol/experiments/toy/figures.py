@@ -7,8 +7,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lol.experiments.figures import save_figure
 from lol.paths.colors import block_colors
+from lol.paths.figure import save_figure
 
 _INK, _SOFT = "#1a1a1a", "#8a8a8a"
 _SPLITS = {"programs": ("#2d6cdf", "any programs held out"), "functions": ("#d1495b", "whole functions held out")}
