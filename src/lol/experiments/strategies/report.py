@@ -53,8 +53,8 @@ def word_numbers(numbers: Numbers) -> str:
     parts = []
     for run, own in numbers.items():
         parts.append(
-            f"**{run}.** `{own['puzzle']}`: {own['kept']} puzzles under each strategy. Of {own['drawn']} drawn, "
-            f"{own['trained_on']} were trained on, and on {own['alike']} two strategies write the same: these are out."
+            f"**{run}.** `{own['puzzle']}`: {own['kept']} puzzles under each strategy. Left out of {own['drawn']} drawn: "
+            f"{own['trained_on']} that were trained on, {own['alike']} on which two strategies write the same."
         )
         if "forced" in own:
             parts += [_summary(own), _matrix(own), f"![Forced against produced](confusion-{run}.svg)"]
