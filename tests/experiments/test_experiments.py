@@ -48,6 +48,7 @@ def write_rows(file: Path, rows: list[dict]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_every_pipeline_runs_from_end_to_end(lol: Lol, tmp_path: Path):
     command = ["experiment", "all", "--fast", "--seeds", "0", "--runs", tmp_path / "runs", "--out", tmp_path / "out"]
     data = write_data(tmp_path / "data")
@@ -61,8 +62,8 @@ def test_every_pipeline_runs_from_end_to_end(lol: Lol, tmp_path: Path):
         section = (folder / "section.md").read_text()
         assert "nan" not in section.lower()
         assert record["published"] in section
-        learned = [run for run, facts in record["runs"].items() if sum(map(sum, facts["load"]))]
-        assert {f"utilisation-{run}.svg" for run in learned} <= {file.name for file in folder.glob("*.svg")}
+        assert len(list(folder.glob("utilisation-*.svg"))) == 1
+        assert len(list(folder.glob("*.svg"))) > 1
         assert f"written: {folder}" in out
     assert f"done before: {tmp_path / 'out' / 'moe'}" in lol(*command, "--data", data)[1]
 

@@ -233,10 +233,7 @@ def command_of(experiment: Experiment, setting: Setting) -> str:
 def write_results(experiment: Experiment, record: Numbers, out: Path) -> None:
     """Write figures, section and numbers; the numbers last, for they say that the rest is there."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, facts in record["runs"].items():
-        load = np.array(facts["load"], dtype=np.float64)
-        if load.size and load.sum():
-            draw_utilisation(load / load.sum(1, keepdims=True), out / f"utilisation-{name}.svg", name)
+    _draw_use(record, out)
     experiment.draw(record["numbers"], out)
     section = experiment.section(record["numbers"]).strip()
     text = f"{section}\n\nPublished: {experiment.published}. From `{record['command']}`.\n"
@@ -244,6 +241,17 @@ def write_results(experiment: Experiment, record: Numbers, out: Path) -> None:
     partial = out / f".{RESULTS}.partial"
     partial.write_text(json.dumps(json_safe(record), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.replace(out / RESULTS)
+
+
+def _draw_use(record: Numbers, out: Path) -> None:
+    """The use of the blocks in the runs of the first seed; of --fast in one of them, for drawing takes longer than they
+    do."""
+    first = record["setting"]["seeds"][0]
+    shown = {name: np.array(facts["load"]) for name, facts in record["runs"].items() if facts["seed"] == first}
+    shown = {name: load for name, load in shown.items() if load.sum()}
+    for name in list(shown)[: 1 if record["setting"]["fast"] else None]:
+        shares = shown[name] / shown[name].sum(1, keepdims=True)
+        draw_utilisation(shares, out / f"utilisation-{name}.svg", name)
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -93,13 +93,16 @@ def _measure(setting: Setting, runs: Mapping[str, Path]) -> Numbers:
 def _measure_run(run: Path, quick: bool) -> Numbers:
     texts, labels = held_out_texts(run, of_each=6 if quick else 60)
     per_step = read_config(run).tokens_per_step
-    states = []
-    reading = None
-    for checkpoint in checkpoints(run):
+    states, reading = [], None
+    kept = checkpoints(run)
+    for place, checkpoint in enumerate(kept):
         reading = read(checkpoint, texts, labels, quick=quick)
+        step = step_of(checkpoint)
         probes = {kind: probe_paths(reading, kind, "window") for kind in _KINDS}
-        state = {"step": step_of(checkpoint), "tokens": step_of(checkpoint) * per_step, "probes": probes}
-        states.append(state | {"map": _map(reading)})
+        state: Numbers = {"step": step, "tokens": step * per_step, "probes": probes}
+        if place in {0, len(kept) // 3, 2 * len(kept) // 3, len(kept) - 1}:
+            state["map"] = _map(reading)
+        states.append(state)
     assert reading is not None
     names, distances = label_distances(reading.table, labels)
     return {
@@ -153,8 +156,7 @@ def _draw(numbers: Numbers, folder: Path) -> None:
 
 
 def _draw_maps(run: Numbers, file: Path) -> None:
-    states = run["checkpoints"]
-    shown = [states[place] for place in sorted({0, len(states) // 3, 2 * len(states) // 3, len(states) - 1})]
+    shown = [state for state in run["checkpoints"] if "map" in state]
     figure = Figure(figsize=(3.1 * len(shown) + 1.2, 3.3), layout="constrained")
     panels = [clean_axes(axes) for axes in figure.subplots(1, len(shown), squeeze=False)[0]]
     colors = _colors(tuple(run["languages"]))
