@@ -53,7 +53,7 @@ def word_numbers(numbers: Numbers) -> str:
     parts = []
     for run, own in numbers.items():
         parts.append(
-            f"**{run}.** `{own['puzzle']}`: {own['kept']} puzzles under each strategy. Left out of {own['drawn']} drawn: "
+            f"**{run}.** `{own['puzzle']}`: {own['kept']} puzzles under each strategy; left out of {own['drawn']}: "
             f"{own['trained_on']} that were trained on, {own['alike']} on which two strategies write the same."
         )
         if "forced" in own:
