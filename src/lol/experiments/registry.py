@@ -11,9 +11,10 @@ from lol.experiments.benchmarks import MATH
 from lol.experiments.comparisons import ABLATIONS, HUGINN, MOE
 from lol.experiments.harness import Experiment, Options, run_experiment
 from lol.experiments.languages import LANGUAGES
+from lol.experiments.maze.experiment import MAZE
 from lol.experiments.safety import SAFETY
 
-EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in (LANGUAGES, SAFETY, HUGINN, MOE, MATH, ABLATIONS)}
+EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in (LANGUAGES, SAFETY, MAZE, HUGINN, MOE, MATH, ABLATIONS)}
 
 
 def experiment(options: Options) -> None:

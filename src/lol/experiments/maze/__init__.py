@@ -1,0 +1,1 @@
+"""Five ways through a maze: the puzzle, and how each way searches."""
