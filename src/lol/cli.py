@@ -28,6 +28,7 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   toy table      the toy's table and figures, beside the article's numbers
   toy discover   train a router that finds the primitives: pc, mix, ord
   toy play       type digits and a program, see the path and every state
+  experiment     do one of the article's: lol experiment list
   bench core     time a routed depth against its alternatives
   bench decode   time cached decoding against its alternatives
   bench train    time training against a Llama's and the baselines'

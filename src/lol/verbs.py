@@ -59,6 +59,11 @@ class RecipeList:
 
 
 @dataclass(frozen=True)
+class ExperimentList:
+    """Print the article's experiments: what each is, the data that it wants, what was published."""
+
+
+@dataclass(frozen=True)
 class Generate:
     """Continue a prompt, which counts as the beginning of a document.
 
@@ -293,6 +298,22 @@ def toy_play(args: list[str]) -> int:
     return 0
 
 
+def experiment_list(args: list[str]) -> int:
+    from lol.experiments.registry import list_experiments
+
+    parse(ExperimentList, "experiment list", args)
+    list_experiments()
+    return 0
+
+
+def experiment(args: list[str]) -> int:
+    from lol.experiments.harness import Options
+    from lol.experiments.registry import experiment as run_experiment
+
+    run_experiment(parse(Options, "experiment", args))
+    return 0
+
+
 def bench_core(args: list[str]) -> int:
     from lol.bench.core import BenchCore, bench
 
@@ -350,6 +371,8 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("toy", "discover"): toy_discover,
     ("toy", "table"): toy_table,
     ("toy", "play"): toy_play,
+    ("experiment", "list"): experiment_list,
+    ("experiment",): experiment,
     ("bench", "core"): bench_core,
     ("bench", "decode"): bench_decode,
     ("bench", "train"): bench_train,

@@ -119,7 +119,11 @@ def mixed_texts(sources: Sequence[Source]) -> Iterator[str]:
 
 
 def held_out_rows_by_source(
-    sources: Sequence[Source], tokenizer: PreTrainedTokenizerFast, context_length: int, max_rows: int
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerFast,
+    context_length: int,
+    max_rows: int,
+    scored_after: str | None = None,
 ) -> dict[str, list[Row]]:
     """Held-out rows of each source by its name: at most its share of `max_rows`, at least one. See `held_out_rows`.
 
@@ -130,7 +134,7 @@ def held_out_rows_by_source(
     for source in sources:
         number = max_rows if len(sources) == 1 else max(1, round(max_rows * source.share))
         try:
-            rows[source.name] = held_out_rows(source.documents, tokenizer, context_length, number)
+            rows[source.name] = held_out_rows(source.documents, tokenizer, context_length, number, scored_after)
         except UserError as error:
             raise UserError(str(error) if len(sources) == 1 else f"{source.name}: {error}") from error
     return rows
@@ -145,8 +149,8 @@ class MixedRows(TorchIterableDataset):
 
     Args:
         sources: training documents with their shares.
-        tokenizer, context_length, seed, shuffle_buffer, rank, world_size: see `PackedDocuments`; the buffer is one of
-            each source.
+        tokenizer, context_length, seed, shuffle_buffer, scored_after, rank, world_size: see `PackedDocuments`; the
+            buffer is one of each source.
     """
 
     def __init__(
@@ -157,6 +161,7 @@ class MixedRows(TorchIterableDataset):
         *,
         seed: int = 0,
         shuffle_buffer: int = 2048,
+        scored_after: str | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -169,6 +174,7 @@ class MixedRows(TorchIterableDataset):
                 context_length,
                 seed=seed + _SEED_STEP * index,
                 shuffle_buffer=shuffle_buffer,
+                scored_after=scored_after,
                 name=source.name,
                 rank=rank,
                 world_size=world_size,

@@ -10,6 +10,10 @@ tokens. The column's tokens stand behind the first token of their document, and 
 that is cut at a row's end, for the rest is a document to the model, whose router knows of nothing before it. So the
 targets are those of rows without them. `input_ids` has BOS at these places: whoever reads it alone learns nothing.
 (Decided here.)
+
+**What is scored.** With `scored_after`, a word that is one token, only what follows it in its document is a target:
+rows have `labels` too, which are the ids there and -100 elsewhere. Of a document that is cut at a row's end, a later
+part has no such word, and none of it is a target. (Decided here.)
 """
 
 import dataclasses
@@ -29,9 +33,10 @@ from transformers import PreTrainedTokenizerFast
 from lol.data.order import READ_BATCH, Document, DocumentOrder, Part, Place
 from lol.data.tokenizer import encode_documents, encode_texts
 from lol.errors import UserError
+from lol.model.lm import IGNORED_LABEL
 
-# `input_ids`, `position_ids` and, of sources that have some, `router_only_ids` as the model takes them: (n,) for a row,
-# (batch, n) for a batch of rows.
+# `input_ids`, `position_ids` and, of sources that have some, `router_only_ids` as the model takes them, and `labels`
+# where not every token is one: (n,) for a row, (batch, n) for a batch of rows.
 Row = dict[str, Int64[Tensor, "..."]]
 Mark = TypeVar("Mark")
 # Documents per call of the tokenizer.
@@ -75,6 +80,7 @@ class PackedDocuments(TorchIterableDataset):
         context_length: n, tokens per row.
         seed: decides the order, together with the epoch.
         shuffle_buffer: documents per block, held in memory as text; 1 leaves the order inside a shard as it is.
+        scored_after: the word behind which targets begin; None: everything is one.
         name: of the source, for messages and logs.
         rank: this process among those that train together, from 0.
         world_size: how many those are.
@@ -88,6 +94,7 @@ class PackedDocuments(TorchIterableDataset):
         *,
         seed: int = 0,
         shuffle_buffer: int = 2048,
+        scored_after: str | None = None,
         name: str = "data",
         rank: int = 0,
         world_size: int = 1,
@@ -103,6 +110,7 @@ class PackedDocuments(TorchIterableDataset):
         self.context_length = context_length
         self.seed = seed
         self.shuffle_buffer = shuffle_buffer
+        self.marker = _marker(tokenizer, scored_after)
         self.name = name
         self.rank = rank
         self.world_size = world_size
@@ -124,7 +132,7 @@ class PackedDocuments(TorchIterableDataset):
         start = self._cursor
         for row, cursor, offset in _pack(self._encoded(start), self.context_length, self.name, start.offset):
             self._cursor = dataclasses.replace(cursor, offset=offset)
-            yield row
+            yield _score_after(self.marker, row)
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last row, and what must be the same for it to mean anything."""
@@ -173,12 +181,16 @@ class PackedDocuments(TorchIterableDataset):
 
 
 def held_out_rows(
-    documents: IterableDataset, tokenizer: PreTrainedTokenizerFast, context_length: int, max_rows: int
+    documents: IterableDataset,
+    tokenizer: PreTrainedTokenizerFast,
+    context_length: int,
+    max_rows: int,
+    scored_after: str | None = None,
 ) -> list[Row]:
     """At most `max_rows` rows to evaluate on, the same ones every time: packed in reading order, without shuffling.
 
     Where there are more, they are taken evenly spread from the first 16·max_rows, so that they do not all come from
-    the first documents. The last, incomplete row is left out.
+    the first documents. The last, incomplete row is left out. `scored_after` as in `PackedDocuments`.
 
     Raises:
         UserError: the documents do not fill one row, or `max_rows` is below 1.
@@ -187,7 +199,8 @@ def held_out_rows(
         raise UserError(f"held-out rows: {max_rows} asked for; at least 1 is needed")
     encoded = ((None, document) for document in _read_all(documents, tokenizer))
     packed = _pack(encoded, context_length, "the held-out documents")
-    rows = [row for row, _, _ in itertools.islice(packed, _SPREAD * max_rows)]
+    marker = _marker(tokenizer, scored_after)
+    rows = [_score_after(marker, row) for row, _, _ in itertools.islice(packed, _SPREAD * max_rows)]
     if not rows:
         raise UserError(
             f"the held-out documents do not fill one row of {context_length} tokens; raise the held-out fraction,"
@@ -248,6 +261,25 @@ def _pack(
                 yield row.close(document.router_only is not None), place, offset
                 row = _OpenRow(length)
         offset = 0
+
+
+def _marker(tokenizer: PreTrainedTokenizerFast, word: str | None) -> int | None:
+    if word is None:
+        return None
+    [ids] = encode_texts(tokenizer, [word])
+    if len(ids) != 1 or ids == [tokenizer.unk_token_id]:
+        raise UserError(f"scored_after={word!r} is no single token of this tokenizer: name a word that is one")
+    return ids[0]
+
+
+def _score_after(marker: int | None, row: Row) -> Row:
+    """The row with labels for what stands behind the marker in its document; as it is without a marker."""
+    if marker is None:
+        return row
+    ids, places = row["input_ids"], torch.arange(len(row["input_ids"]))
+    begins = torch.where(row["position_ids"] == 0, places, 0).cummax(0).values
+    before = (ids == marker).cumsum(0) - (ids == marker).long()
+    return row | {"labels": ids.masked_fill(before == before[begins], IGNORED_LABEL)}
 
 
 class _OpenRow:

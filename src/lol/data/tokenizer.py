@@ -1,4 +1,4 @@
-"""Tokenizers: a byte-level BPE trained here, or any fast Hugging Face tokenizer from a folder.
+"""Tokenizers: a byte-level BPE trained here, one of whole words, or any fast Hugging Face tokenizer from a folder.
 
 The one convention about the ends of a text, everywhere in this package: **a document is BOS + tokens + EOS, and
 `tokenizer(text)` gives BOS + tokens**. So a prompt is the beginning of a document. Packing adds the EOS
@@ -51,6 +51,26 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     backend.train_from_iterator(sample, trainer)
     if sample.chars == 0:
         raise UserError("there is no text to train a tokenizer on; give a source that holds some")
+    return _with_convention(
+        PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=PAD)
+    )
+
+
+def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer of these words, each a token, which text has between white space; for languages with few words.
+
+    The ids are those of `train_tokenizer` for the special tokens, then 3, 4, … for the words in their order. Text with
+    another word cannot be written in it: the tokenizer raises.
+
+    Raises:
+        UserError: a word twice, or one that white space would cut.
+    """
+    vocabulary = {word: index for index, word in enumerate((BOS, EOS, PAD, *words))}
+    odd = next((word for word in words if word.split() != [word]), None)
+    if odd is not None or len(vocabulary) != len(words) + 3:
+        raise UserError(f"{odd!r} is no single word" if odd is not None else "a word is given twice: give each once")
+    backend = Tokenizer(models.WordLevel(vocabulary))  # pyright: ignore[reportCallIssue]
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return _with_convention(
         PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=PAD)
     )

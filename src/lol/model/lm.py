@@ -203,8 +203,10 @@ def next_tokens(
 
 
 def count_targets(batch: Mapping[str, Tensor]) -> int:
-    """Places of a batch of packed rows that are scored where all ids are labels."""
+    """Places of a batch of packed rows that are scored: of all ids, or of its labels if it has some."""
     targets = batch["position_ids"] > 0
+    if "labels" in batch:
+        targets &= batch["labels"] != IGNORED_LABEL
     if "router_only_ids" in batch:
         targets &= batch["router_only_ids"] < 0
     return int(targets.sum())

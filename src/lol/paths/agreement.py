@@ -41,6 +41,6 @@ def depth_concentration(uses: Int[Tensor, "D P L"]) -> float:
     return float((by_depth.amax(0)[used] / by_depth.sum(0)[used]).mean())
 
 
-def mode_path(uses: Int[Tensor, "D P L"]) -> Int[Tensor, "D P"]:
-    """The most common block of each label at each depth; the lowest among equals."""
+def mode_path(uses: Int[Tensor, "D P L"] | Float[Tensor, "D P L"]) -> Int[Tensor, "D P"]:
+    """The most common block of each label at each depth, or the most probable; the lowest among equals."""
     return uses.argmax(2)

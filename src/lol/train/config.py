@@ -33,6 +33,9 @@ class DataConfig:
     router_only_column: str | None = None
     """Column of text that the router alone reads, at the beginning of each document: a puzzle's strategy, say. Wants
     model.router_only_tokens."""
+    scored_after: str | None = None
+    """Learn, and measure, only what follows this word in each document: the answer behind a question, say. It must be
+    one token of the tokenizer."""
     document_chars: int = 2000
     """A plain text file is cut at blank lines into documents of at least so many characters."""
     tokenizer: str | None = None
@@ -192,6 +195,8 @@ class TrainConfig:
                 raise UserError(f"budget.{name} must be positive and finite, or None for no budget, not {budget}")
         if self.data.router_only_column is not None:
             self._check_router_only()
+        if self.data.scored_after is not None and self.eval.ngrams:
+            raise UserError("eval.ngrams counts and measures whole texts: leave it out, or data.scored_after")
         self._check_growth()
 
     def _check_router_only(self) -> None:

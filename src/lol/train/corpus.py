@@ -68,7 +68,10 @@ def model_config(config: TrainConfig, tokenizer: PreTrainedTokenizerFast) -> LoL
 
 def open_held_out(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, num_rows: int) -> list[Row]:
     """Held-out rows of a run, without opening the rest of it; of several sources, by turns."""
-    by_source = held_out_rows_by_source(open_sides(config)[1], tokenizer, config.data.context_length, num_rows)
+    data = config.data
+    by_source = held_out_rows_by_source(
+        open_sides(config)[1], tokenizer, data.context_length, num_rows, data.scored_after
+    )
     turns = zip_longest(*by_source.values())
     return [row for turn in turns for row in turn if row is not None][:num_rows]
 

@@ -37,7 +37,8 @@ def evaluate(model: LoLForCausalLM, rows: Sequence[Row], batch_size: int, num_de
     for start in range(0, len(rows), batch_size):
         chunk = rows[start : start + batch_size]
         batch = {name: torch.stack([row[name] for row in chunk]).to(model.device) for name in chunk[0]}
-        output = model(**batch, labels=batch["input_ids"], num_depths=num_depths, num_items_in_batch=1)
+        labelled = {"labels": batch["input_ids"]} | batch
+        output = model(**labelled, num_depths=num_depths, num_items_in_batch=1)
         loss += output.loss.double().cpu()
         load += output.routing.load.cpu()
         targets += count_targets(batch)

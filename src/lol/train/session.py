@@ -90,7 +90,9 @@ def prepare(config: TrainConfig, run: Path, checkpoint: Path | None, world: Worl
         optimizer=make_optimizer(model, config.optim),
         loader=_open_loader(config, sources, tokenizer, world),
         sources=sources,
-        held_out_by_source=held_out_rows_by_source(held_out, tokenizer, data.context_length, config.eval.rows),
+        held_out_by_source=held_out_rows_by_source(
+            held_out, tokenizer, data.context_length, config.eval.rows, data.scored_after
+        ),
         plan=plan_run(config, model.config),
     )
     if checkpoint is not None:
@@ -109,6 +111,7 @@ def _open_loader(
         data.context_length,
         seed=config.seed,
         shuffle_buffer=data.shuffle_buffer,
+        scored_after=data.scored_after,
         rank=world.rank if readers > 1 else 0,
         world_size=readers,
     )

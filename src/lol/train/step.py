@@ -118,8 +118,7 @@ def _forward(
     config = session.config
     with autocast(config.precision, session.world.device):
         output = session.module(
-            **own,
-            labels=own["input_ids"],
+            **({"labels": own["input_ids"]} | dict(own)),
             num_depths=depth,
             backprop_depth=config.growth.backprop_depth,
             first_window_full_backprop=config.growth.first_window_full_backprop,

@@ -3,14 +3,15 @@
 A grid is each cell's open neighbours, in the order north, east, south, west: wherever a strategy has to choose and its
 rule leaves the choice open, it takes them in this order. Start and goal differ and are connected.
 
-| strategy | visits, in order | ends | way |
+| strategy | visits, in order | ends | its way |
 |---|---|---|---|
 | `bfs` | cells leaving the queue | at the goal | shortest |
-| `dfs` | cells entered, the first open neighbour first | at the goal | the branch |
-| `astar` | cells leaving the heap: least g + h, then least h, then first come; h is the Manhattan distance | at the goal | shortest |
-| `bidirectional` | cells leaving either queue, start's side first, then by turns a whole level each | where they meet | shortest |
-| `deadend` | dead ends in reading order, each filled back to a crossing | when none is left | shortest of what is left |
+| `dfs` | cells entered, the first open neighbour first | at the goal | its branch |
+| `astar` | cells leaving the heap | at the goal | shortest |
+| `bidirectional` | cells leaving either queue, a level from the start, one from the goal | where they meet | shortest |
+| `deadend` | dead ends in reading order, each filled back to a crossing | when none is left | shortest of the rest |
 
+A*'s heap is by least g + h, then least h, then first come, g being steps so far and h the Manhattan distance to go.
 (The names are the article's; the rules are decided here.)
 """
 
@@ -81,8 +82,8 @@ def a_star(grid: Grid, start: int, goal: int) -> Search:
 
 
 def bidirectional(grid: Grid, start: int, goal: int) -> Search:
-    """Breadth first from both ends, by turns a level each, until a cell is seen that the other side has seen. Levels are
-    whole but for the last, so the two halves are a shortest way."""
+    """Breadth first from both ends, by turns a level each, until a cell is seen that the other side has seen. All
+    but the last level are whole, so the two halves are a shortest way."""
     visited: list[int] = []
     before, behind = {start: start}, {goal: goal}
     own, other = (before, [start]), (behind, [goal])

@@ -1,1 +1,1 @@
-"""Models that solve one puzzle by several strategies, where the path alone carries which: what maze and sudoku share."""
+"""Models that solve one puzzle by several strategies, the path alone carrying which: what maze and sudoku share."""

@@ -1,6 +1,6 @@
 """What a puzzle must offer so that a model can learn several ways of solving it.
 
-A solved puzzle is one document: the words of the prompt, then those of the trace, each a word of `vocabulary`, joined by
+A solved puzzle is one document: the words of the prompt, then those of the trace, all words of `vocabulary`, joined by
 spaces. The end of the trace is the end of the document (EOS); no word stands for it. The strategy's name is the text
 that the router alone reads: it is in no prompt and in no trace, and all strategies write in one syntax.
 """
@@ -23,7 +23,7 @@ class Verdict:
 
 
 class Puzzle(Protocol):
-    """A kind of puzzle at one size, and its strategies. An instance is whatever `draw` returns; nothing else reads it."""
+    """A kind of puzzle at one size, and its strategies. What `draw` returns, an instance, only it reads."""
 
     @property
     def name(self) -> str:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lol.experiments.figures import save_figure
 from lol.paths.colors import block_colors
 
 _INK, _SOFT = "#1a1a1a", "#8a8a8a"
@@ -110,9 +110,3 @@ def _axes(figure: Figure) -> Axes:
     axes.grid(axis="x", color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
     return axes
-
-
-def save_figure(figure: Figure, file: Path) -> None:
-    """Write a figure as SVG: the same file for the same numbers, so no date, and ids that do not change."""
-    with matplotlib.rc_context({"svg.hashsalt": "lol", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure.savefig(file, metadata={"Date": None})

@@ -1,0 +1,68 @@
+"""An experiment on a puzzle: what is trained, on which corpus; measuring and wording are in `measure` and `report`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lol.experiments.harness import Experiment, Numbers, Scale, Setting
+from lol.experiments.strategies.corpus import STRATEGY_COLUMN, TOKENIZER, TRAIN, VALIDATION, CorpusConfig, write_corpus
+from lol.experiments.strategies.measure import measure_run
+from lol.experiments.strategies.puzzle import Puzzle
+from lol.experiments.strategies.report import draw_numbers, word_numbers
+from lol.train.config import TrainConfig
+
+CORPUS, _RUN = "corpus", "seed-"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A puzzle at one scale."""
+
+    puzzle: Puzzle
+    corpus: CorpusConfig
+    train: TrainConfig
+    """The run, but for its data and its seed."""
+    mixtures: int = 60
+    """So many mixtures of two mode paths are tried."""
+
+
+def strategy_experiment(
+    name: str, purpose: str, published: str, studies: Mapping[Scale, Callable[[], Study]]
+) -> Experiment:
+    """An experiment that trains a model on all strategies of a puzzle and forces each one's mode path.
+
+    Args:
+        name, purpose, published: as in `Experiment`.
+        studies: What is done at each scale.
+    """
+
+    def runs(setting: Setting) -> Mapping[str, TrainConfig]:
+        study = _study(studies, setting)
+        corpus = write_corpus(study.puzzle, study.corpus, setting.folder / CORPUS)
+        config = replace(study.train, data=replace(study.train.data, **data_of(study.puzzle, corpus)))
+        return {f"{_RUN}{seed}": replace(config, seed=seed) for seed in setting.seeds}
+
+    def measure(setting: Setting, folders: Mapping[str, Path]) -> Numbers:
+        study = _study(studies, setting)
+        return {run: measure_run(study.puzzle, study.corpus, folder, study.mixtures) for run, folder in folders.items()}
+
+    return Experiment(name, purpose, published, (0,), runs, measure, draw_numbers, word_numbers)
+
+
+def data_of(puzzle: Puzzle, corpus: Path) -> dict[str, Any]:
+    """The fields of `DataConfig` that make a run read a corpus of `write_corpus`."""
+    return {
+        "source": str(corpus / TRAIN),
+        "held_out_source": str(corpus / VALIDATION),
+        "tokenizer": str(corpus / TOKENIZER),
+        "router_only_column": STRATEGY_COLUMN,
+        "scored_after": puzzle.scored_after,
+    }
+
+
+def _study(studies: Mapping[Scale, Callable[[], Study]], setting: Setting) -> Study:
+    study = studies[setting.scale]()
+    if setting.fast:
+        return replace(study, corpus=replace(study.corpus, examples=64, validation=3, test=3), mixtures=2)
+    return study
