@@ -10,8 +10,9 @@ from lol.errors import UserError
 from lol.experiments.comparisons import ABLATIONS, HUGINN, MOE
 from lol.experiments.harness import Experiment, Options, run_experiment
 from lol.experiments.maze.experiment import MAZE
+from lol.experiments.sudoku.experiment import SUDOKU
 
-EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in (MAZE, HUGINN, MOE, ABLATIONS)}
+EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in (MAZE, SUDOKU, HUGINN, MOE, ABLATIONS)}
 
 
 def experiment(options: Options) -> None:

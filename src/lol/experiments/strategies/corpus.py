@@ -22,7 +22,7 @@ TRAIN, VALIDATION, TOKENIZER, MANIFEST = "train.jsonl", "validation.jsonl", "tok
 STRATEGY_COLUMN = "strategy"
 Stream = Literal["train", "validation", "test"]
 _STREAMS: tuple[Stream, ...] = ("train", "validation", "test")
-# Puzzles are drawn so many at a time, each time by a generator of its own.
+# Puzzles are drawn so many at a time, each time by a generator of its own; fewer where fewer are wanted in all.
 _BLOCK = 4096
 
 
@@ -42,7 +42,7 @@ class CorpusConfig:
 def puzzles_of(puzzle: Puzzle, config: CorpusConfig, stream: Literal["validation", "test"]) -> list[Any]:
     """The puzzles that are held out for a purpose."""
     wanted = config.validation if stream == "validation" else config.test
-    drawn = _draw(puzzle, config.seed, stream)
+    drawn = _draw(puzzle, config, stream)
     return [next(drawn) for _ in range(wanted)]
 
 
@@ -68,18 +68,18 @@ def write_corpus(puzzle: Puzzle, config: CorpusConfig, folder: Path) -> Path:
     return folder
 
 
-def _draw(puzzle: Puzzle, seed: int, stream: Stream) -> Iterator[Any]:
+def _draw(puzzle: Puzzle, config: CorpusConfig, stream: Stream) -> Iterator[Any]:
     """Puzzles without end: a block is a function of the seed, the stream and its number."""
-    block = 0
+    block, size = 0, min(_BLOCK, config.examples)
     while True:
-        yield from puzzle.draw(np.random.default_rng([seed, _STREAMS.index(stream), block]), _BLOCK)
+        yield from puzzle.draw(np.random.default_rng([config.seed, _STREAMS.index(stream), block]), size)
         block += 1
 
 
 def _train_rows(puzzle: Puzzle, config: CorpusConfig, held_out: set[tuple[str, ...]]) -> Iterator[dict[str, str]]:
     """The strategies by turns, each on puzzles of its own."""
     written = 0
-    for instance in _draw(puzzle, config.seed, "train"):
+    for instance in _draw(puzzle, config, "train"):
         if written == config.examples:
             return
         prompt = puzzle.prompt(instance)

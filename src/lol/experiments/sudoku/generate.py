@@ -13,7 +13,7 @@ from lol.errors import UserError
 from lol.experiments.sudoku.board import Grid, Shape, solve
 
 # Random grids that may fail to come down to the wanted givens before the wish counts as one that cannot be had.
-_ATTEMPTS = 200
+_ATTEMPTS = 50
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ _FEWEST_GIVENS = {4: 4, 6: 8, 9: 17}
 # Images of each drawn puzzle: drawing costs tens of times what an image does.
 _IMAGES = 8
 # Images without a single one that fits, after which no puzzle will.
-_PATIENCE = 2000
+_PATIENCE = 400
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class TracedSudoku:
 class SudokuPuzzle:
     """Sudokus of one shape with one number of givens.
 
-    The defaults are the tiny run's: 4 × 4, 5 givens, at most 17 + 72 words. `PAPER` is the published size. (The article
-    gives neither givens nor lengths: decided here.)
+    The defaults are the tiny run's: 17 words of puzzle and at most 72 of trace. (The article gives neither givens nor
+    lengths: decided here.)
 
     Raises:
         UserError: there is no such shape, or it has no puzzles with so few givens or so short traces.
@@ -127,7 +127,3 @@ class SudokuPuzzle:
                     return None
             traces[strategy] = (*words, *end)
         return TracedSudoku(sudoku.puzzle, sudoku.solution, traces)
-
-
-PAPER = SudokuPuzzle(shape="9x9", givens=38, longest_trace=930)
-"""Fits, with the puzzle's 82 words and the ends of a document, into the published context of 1,024."""
