@@ -279,7 +279,10 @@ def _score_after(marker: int | None, row: Row) -> Row:
     ids, places = row["input_ids"], torch.arange(len(row["input_ids"]))
     begins = torch.where(row["position_ids"] == 0, places, 0).cummax(0).values
     before = (ids == marker).cumsum(0) - (ids == marker).long()
-    return row | {"labels": ids.masked_fill(before == before[begins], IGNORED_LABEL)}
+    labels = ids.masked_fill(before == before[begins], IGNORED_LABEL)
+    if "router_only_ids" in row:
+        labels = labels.masked_fill(row["router_only_ids"] >= 0, IGNORED_LABEL)
+    return row | {"labels": labels}
 
 
 class _OpenRow:
