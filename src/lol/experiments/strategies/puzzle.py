@@ -7,7 +7,7 @@ that the router alone reads: it is in no prompt and in no trace, and all strateg
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,6 +22,7 @@ class Verdict:
     """It is legal and ends in a solution."""
 
 
+@runtime_checkable
 class Puzzle(Protocol):
     """A kind of puzzle at one size, and its strategies. What `draw` returns, an instance, only it reads."""
 
