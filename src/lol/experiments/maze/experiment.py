@@ -43,8 +43,8 @@ def tiny() -> Study:
 
 
 def paper() -> Study:
-    """8 × 8 mazes for the published model; the article gives no size. A puzzle has 80 to 200 tokens."""
-    return Study(MazePuzzle(size=8), CorpusConfig(examples=1_000_000, validation=1000, test=1000), recipe("maze"))
+    """8 × 8 mazes for the published model; the article gives no size. A puzzle has 70 to 180 tokens."""
+    return Study(MazePuzzle(size=8), CorpusConfig(examples=4_000_000, validation=1000, test=1000), recipe("maze"))
 
 
 MAZE = strategy_experiment(

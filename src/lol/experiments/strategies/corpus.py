@@ -2,13 +2,14 @@
 
 A corpus is a function of the puzzle, the numbers of examples and the seed. Written once, it gives the trainer's loader,
 packing and resuming what they have of any text. Three streams of puzzles are drawn apart: to train on, to validate on
-(held-out loss, mode paths) and to test on. No prompt of the latter two is trained on.
+(held-out loss, mode paths) and to test on. No prompt of the latter two is written for training; `trained_on` reads of
+a file which of some were.
 """
 
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,14 +17,15 @@ from typing import Any, Literal
 import numpy as np
 
 from lol.data.tokenizer import word_tokenizer
+from lol.errors import UserError
 from lol.experiments.strategies.puzzle import Puzzle
 
 TRAIN, VALIDATION, TOKENIZER, MANIFEST = "train.jsonl", "validation.jsonl", "tokenizer", "manifest.json"
 STRATEGY_COLUMN = "strategy"
 Stream = Literal["train", "validation", "test"]
 _STREAMS: tuple[Stream, ...] = ("train", "validation", "test")
-# Puzzles are drawn so many at a time, each time by a generator of its own; fewer where fewer are wanted in all.
-_BLOCK = 4096
+# Puzzles are drawn so many at a time, each time by a generator of its own.
+_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,21 @@ class CorpusConfig:
 def puzzles_of(puzzle: Puzzle, config: CorpusConfig, stream: Literal["validation", "test"]) -> list[Any]:
     """The puzzles that are held out for a purpose."""
     wanted = config.validation if stream == "validation" else config.test
-    drawn = _draw(puzzle, config, stream)
+    drawn = _draw(puzzle, config.seed, stream)
     return [next(drawn) for _ in range(wanted)]
 
 
 def write_corpus(puzzle: Puzzle, config: CorpusConfig, folder: Path) -> Path:
-    """Write the corpus into `folder`, which is kept as it is where it already holds this one; returns the folder."""
+    """Write the corpus into `folder`, which is kept as it is where it already holds this one; returns the folder.
+
+    Raises:
+        UserError: the folder holds another one, on which runs beside it may have been trained.
+    """
     made_with = {"puzzle": repr(puzzle), **asdict(config)}
     manifest = folder / MANIFEST
-    if manifest.exists() and json.loads(manifest.read_text(encoding="utf-8"))["made_with"] == made_with:
+    if manifest.exists():
+        if json.loads(manifest.read_text(encoding="utf-8"))["made_with"] != made_with:
+            raise UserError(f"{folder} holds a corpus of other settings: choose another folder for the runs")
         return folder
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -63,23 +71,35 @@ def write_corpus(puzzle: Puzzle, config: CorpusConfig, folder: Path) -> Path:
         VALIDATION: _write(partial / VALIDATION, _all_strategies(puzzle, validation)),
     }
     (partial / MANIFEST).write_text(json.dumps({"made_with": made_with, "sha256": digests}, indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     return folder
 
 
-def _draw(puzzle: Puzzle, config: CorpusConfig, stream: Stream) -> Iterator[Any]:
+def trained_on(folder: Path, puzzle: Puzzle, instances: Iterable[Any]) -> list[bool]:
+    """Whether the corpus in `folder` has each puzzle among those to train on, under whichever strategy."""
+    asked = [" ".join(puzzle.prompt(instance)) for instance in instances]
+    wanted, found, end = set(asked), set[str](), f" {puzzle.scored_after} "
+    with (folder / TRAIN).open(encoding="utf-8") as file:
+        for line in file:
+            text = json.loads(line)["text"]
+            prompt = text[: text.index(end) + len(end) - 1]
+            if prompt in wanted:
+                found.add(prompt)
+    return [prompt in found for prompt in asked]
+
+
+def _draw(puzzle: Puzzle, seed: int, stream: Stream) -> Iterator[Any]:
     """Puzzles without end: a block is a function of the seed, the stream and its number."""
-    block, size = 0, min(_BLOCK, config.examples)
+    block = 0
     while True:
-        yield from puzzle.draw(np.random.default_rng([config.seed, _STREAMS.index(stream), block]), size)
+        yield from puzzle.draw(np.random.default_rng([seed, _STREAMS.index(stream), block]), _BLOCK)
         block += 1
 
 
 def _train_rows(puzzle: Puzzle, config: CorpusConfig, held_out: set[tuple[str, ...]]) -> Iterator[dict[str, str]]:
     """The strategies by turns, each on puzzles of its own."""
     written = 0
-    for instance in _draw(puzzle, config, "train"):
+    for instance in _draw(puzzle, config.seed, "train"):
         if written == config.examples:
             return
         prompt = puzzle.prompt(instance)

@@ -45,7 +45,10 @@ def strategy_experiment(
 
     def measure(setting: Setting, folders: Mapping[str, Path]) -> Numbers:
         study = _study(studies, setting)
-        return {run: measure_run(study.puzzle, study.corpus, folder, study.mixtures) for run, folder in folders.items()}
+        corpus = setting.folder / CORPUS
+        return {
+            name: measure_run(study.puzzle, study.corpus, corpus, run, study.mixtures) for name, run in folders.items()
+        }
 
     return Experiment(name, purpose, published, (0,), runs, measure, draw_numbers, word_numbers)
 
@@ -64,5 +67,5 @@ def data_of(puzzle: Puzzle, corpus: Path) -> dict[str, Any]:
 def _study(studies: Mapping[Scale, Callable[[], Study]], setting: Setting) -> Study:
     study = studies[setting.scale]()
     if setting.fast:
-        return replace(study, corpus=replace(study.corpus, examples=64, validation=3, test=3), mixtures=2)
+        return replace(study, corpus=replace(study.corpus, examples=64, validation=3, test=8), mixtures=2)
     return study

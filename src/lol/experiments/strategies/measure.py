@@ -1,7 +1,7 @@
 """What a model trained on strategies writes when its router is told one, told none, and when a path is forced.
 
-All writing is greedy and on puzzles that were not trained on. Puzzles on which two strategies write the same are left
-out, and counted: there a trace does not say whose it is.
+All writing is greedy. Puzzles that were trained on, under whichever strategy, are left out, and so are those on which
+two strategies write the same: there a trace does not say whose it is. Both are counted.
 
 - **told**: the router reads the strategy's token.
 - **untold**: the filler in the token's place, and the router is told nothing.
@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lol.data.tokenizer import encode_documents, encode_texts, start_id
 from lol.experiments.harness import Numbers
-from lol.experiments.strategies.corpus import CorpusConfig, puzzles_of
+from lol.experiments.strategies.corpus import CorpusConfig, puzzles_of, trained_on
 from lol.experiments.strategies.grading import Grade, grade, tally
 from lol.experiments.strategies.puzzle import Puzzle, distinct
 from lol.model.lm import LoLForCausalLM
@@ -51,18 +51,19 @@ class Case:
     traces: Mapping[str, list[str]]
 
 
-def measure_run(puzzle: Puzzle, corpus: CorpusConfig, run: Path, num_mixtures: int) -> Numbers:
+def measure_run(puzzle: Puzzle, corpus: CorpusConfig, folder: Path, run: Path, num_mixtures: int) -> Numbers:
     """Measure a finished run.
 
     Args:
-        puzzle, corpus: What it was trained on.
+        puzzle, corpus, folder: What it was trained on, and where that lies.
         run: Its folder.
         num_mixtures: So many mixtures of two mode paths are forced, drawn from all of them.
     """
     model, tokenizer = load_model(run)
     writer = Writer(puzzle, model, tokenizer)
     drawn = puzzles_of(puzzle, corpus, "test")
-    cases = [case for case in map(writer.case, drawn) if distinct(list(case.traces.values()))]
+    fresh = [one for one, seen in zip(drawn, trained_on(folder, puzzle, drawn), strict=True) if not seen]
+    cases = [case for case in map(writer.case, fresh) if distinct(list(case.traces.values()))]
     validation = puzzles_of(puzzle, corpus, "validation")
     examples = {name: [writer.document(one, name) for one in validation] for name in puzzle.strategies}
     modes = mode_paths(model, examples, batch_size=_BATCH)
@@ -70,7 +71,9 @@ def measure_run(puzzle: Puzzle, corpus: CorpusConfig, run: Path, num_mixtures: i
         "puzzle": repr(puzzle),
         "strategies": list(puzzle.strategies),
         "drawn": len(drawn),
-        "left_out": len(drawn) - len(cases),
+        "trained_on": len(drawn) - len(fresh),
+        "alike": len(fresh) - len(cases),
+        "kept": len(cases),
         "mode_paths": {
             name: {"blocks": mode.blocks, "probabilities": mode.probabilities} for name, mode in modes.items()
         },
@@ -115,11 +118,15 @@ class Writer:
         [ids] = encode_documents(self.tokenizer, [" ".join(words)])
         return self._row(ids[1:], strategy)
 
+    def prompt_row(self, case: Case, strategy: str) -> Row:
+        """The beginning of that document, as far as the puzzle is stated."""
+        return self._row(case.prompt, strategy)
+
     def write(self, cases: Sequence[Case], asked: Sequence[str] | None) -> list[Grade]:
         """Let the model solve each puzzle by the strategy asked for, or with none told, and judge what it writes."""
         # Some name has to stand behind the filler's place; nobody reads it.
         names = [self.puzzle.strategies[0]] * len(cases) if asked is None else asked
-        rows = [self._row(case.prompt, name) for case, name in zip(cases, names, strict=True)]
+        rows = [self.prompt_row(case, name) for case, name in zip(cases, names, strict=True)]
         written = generate_rows(
             self.model,
             rows,

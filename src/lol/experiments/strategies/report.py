@@ -52,10 +52,9 @@ def word_numbers(numbers: Numbers) -> str:
     """The section: per run what was written when told, untold and forced, the matrix, the paths, the mixtures."""
     parts = []
     for run, own in numbers.items():
-        kept = own["drawn"] - own["left_out"]
         parts.append(
-            f"**{run}.** `{own['puzzle']}`: {own['drawn']} puzzles to test on, {own['left_out']} of them left out "
-            f"since two strategies write the same; {kept} under each strategy."
+            f"**{run}.** `{own['puzzle']}`: {own['kept']} puzzles under each strategy. Of {own['drawn']} drawn, "
+            f"{own['trained_on']} were trained on, and on {own['alike']} two strategies write the same: these are out."
         )
         if "forced" in own:
             parts += [_summary(own), _matrix(own), f"![Forced against produced](confusion-{run}.svg)"]
@@ -87,12 +86,17 @@ def _summary(own: Numbers) -> str:
 
 
 def _matrix(own: Numbers) -> str:
-    """Forced against produced, in numbers of puzzles."""
-    forced, names = own["forced"][_SHOWN], own["strategies"]
-    rows = [
-        [name, *_outcomes_of(forced, place), f"{forced['diagonal'][place]:.1%}"] for place, name in enumerate(names)
-    ]
-    return markdown_table(["forced (down), written (across)", *names, "tied", "not solved", "own"], rows)
+    """Forced against produced, in numbers of puzzles, and the shares of each strategy's own."""
+    forced, told, names = own["forced"][_SHOWN], own["told"], own["strategies"]
+    rows = []
+    for place, name in enumerate(names):
+        shares = [
+            forced["diagonal"][place],
+            *(counts["exact"][place] / counts["asked"][place] for counts in (forced, told)),
+        ]
+        rows.append([name, *_outcomes_of(forced, place), *(f"{share:.1%}" for share in shares)])
+    heads = ["forced (down), written (across)", *names, "tied", "not solved", "own", "own, to the word"]
+    return markdown_table([*heads, "own, to the word, when told"], rows)
 
 
 def _paths(own: Numbers) -> str:
