@@ -86,6 +86,23 @@ def test_every_trace_is_the_described_one_and_solves(name: str, givens: int, str
         assert grid == sudoku.solution
 
 
+def test_the_five_traces_of_one_puzzle_by_hand():
+    """How docs/experiments.md shows them: two cells of row 1 can hold only 1 and 2, and so on."""
+    shape, puzzle = SHAPES["4x4"], (0, 0, 0, 3, 3, 0, 0, 0, 0, 0, 4, 0, 4, 0, 0, 2)
+    begins = {
+        "naked-singles": "r3c4 1 r2c4 4 r3c1 2 r1c1 1 r1c3 2 r1c2 4 r2c2 2 r2c3 1 r3c2 3 r4c2 1 r4c3 3",
+        "hidden-singles": "r1c2 4 r2c4 4 r3c2 3 r3c1 2 r1c3 2 r1c1 1 r2c3 1 r2c2 2 r3c4 1 r4c2 1 r4c3 3",
+        "locked-candidates": "x r2c2 4 x r4c2 3 r3c4 1 x r1c2 1 x r2c2 1 x r1c3 1 r1c3 2 x r3c2 2 r1c1 1",
+        "naked-pairs": "x r1c2 1 x r1c2 2 x r4c3 1 x r2c4 1 r1c2 4 r2c4 4 r3c4 1 r3c1 2 r1c1 1",
+        "backtracking": "r1c1 1 r1c2 2 undo r1c2 2 r1c2 4 r1c3 2 r2c2 2 r2c3 1 r2c4 4 r3c1 2",
+    }
+    assert list(begins) == list(STRATEGIES) == list(SudokuPuzzle().strategies)
+    for strategy, begin in begins.items():
+        words = written(shape, strategy, puzzle, (1, 4, 2, 3, 3, 2, 1, 4, 2, 3, 4, 1, 4, 1, 3, 2))
+        assert " ".join(words).startswith(begin)
+        assert " ".join(words).endswith("= 1 4 2 3 3 2 1 4 2 3 4 1 4 1 3 2")
+
+
 def test_a_strategy_that_is_stuck_goes_on_as_backtracking():
     """A known puzzle of 17 givens: of the deductions, hidden singles alone are enough."""
     shape = SHAPES["9x9"]
