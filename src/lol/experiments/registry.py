@@ -13,8 +13,11 @@ from lol.experiments.harness import Experiment, Options, run_experiment
 from lol.experiments.languages import LANGUAGES
 from lol.experiments.maze.experiment import MAZE
 from lol.experiments.safety import SAFETY
+from lol.experiments.sudoku.experiment import SUDOKU
 
-EXPERIMENTS: dict[str, Experiment] = {one.name: one for one in (LANGUAGES, SAFETY, MAZE, HUGINN, MOE, MATH, ABLATIONS)}
+EXPERIMENTS: dict[str, Experiment] = {
+    one.name: one for one in (LANGUAGES, SAFETY, MAZE, SUDOKU, HUGINN, MOE, MATH, ABLATIONS)
+}
 
 
 def experiment(options: Options) -> None:
