@@ -1,10 +1,11 @@
 """`lol toy discover`: routers that find the primitives, trained by what every other block would have cost.
 
-Blocks see digits alone and update x ← E_b(x). A router reads one instruction per step of the path:
+Blocks see digits alone and update x ← E_b(x). A router reads one instruction per step of the path (`instruction.py`):
 
     pc    step l reads instruction l
     mix   step l reads a mixture of the instructions, which is learned (a doubly stochastic matrix)
     ord   one map from instruction to block, and a learned order in which the instructions are read
+    sum   the control: step l reads all instructions, and adds up what they say
 
 While exploring, one choice of each example is tried with every block, the others are drawn; the router is moved by the
 exact gradient of its expected loss over that choice. Then the router is frozen at its most probable path and the blocks
@@ -13,7 +14,6 @@ on others, held out of the trained ones. (The rules are this project's own.) Let
 L blocks, O orders, C tries of an example.
 """
 
-import itertools
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -21,19 +21,20 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import set_seed
 
 from lol.data.order import generator_named
 from lol.errors import UserError
 from lol.experiments.toy.config import ToyConfig
+from lol.experiments.toy.instruction import InstructionRouter, Rule, doubly_stochastic
 from lol.experiments.toy.model import ToyModel
-from lol.experiments.toy.task import NUM_DIGITS, Program, split_programs
-from lol.experiments.toy.train import NUM_EXAMPLES, Examples, describe, draw
+from lol.experiments.toy.task import NUM_DIGITS, Program, Task, split_programs
+from lol.experiments.toy.train import NUM_EXAMPLES, Examples, describe, draw, percent
 
-Rule = Literal["pc", "mix", "ord"]
-_SINKHORN_ROUNDS = 8
+Credit = Literal["every block", "whole path", "weight"]
 _HISTORY_EVERY = 100
+_PATHS_TRIED = 4
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,21 @@ class DiscoverConfig:
     rule: Rule = "ord"
     toy: ToyConfig = field(default_factory=lambda: ToyConfig(routing="by primitive", blind=True))
     """Task, split, blocks and their optimizer; the path is the rule's."""
+    credit: Credit = "every block"
+    """What moves the router: at one choice of each example what every block costs; what four paths of each example cost
+    (REINFORCE, each against the mean of the others); or, as in the article, the gradient of the probability of the most
+    probable block, which weighs its update. The order of `ord` is credited with what every order costs all the same,
+    but for whole paths."""
+    table: Literal["learned", "given"] = "learned"
+    """Given: each primitive's own block from the start, under the order that the rule learns, if it does."""
+    readings: Literal["orders", "maps"] = "orders"
+    """Of `ord`: each instruction once, or any instruction at any step."""
+    tied: bool = False
+    """One table from primitive to block for all places in the program (`pc` and `ord`)."""
+    lengths: tuple[int, ...] = ()
+    """Lengths of the programs trained, one drawn for each step; without it the task's own (tied `pc` only)."""
+    lengths_tested: tuple[int, ...] = ()
+    """Lengths that are scored at the end besides: by the tables of all places together, read from first to last."""
     num_validation: int = 8
     """Trained programs that are held out for selection."""
     explore_steps: int = 1600
@@ -67,6 +83,12 @@ class DiscoverConfig:
     def __post_init__(self) -> None:
         if self.toy.router_training != "top-1" or self.toy.routing != "by primitive":
             raise UserError("a discovery brings its own router: leave toy.routing and toy.router_training alone")
+        if (self.tied or self.table == "given") and self.rule not in ("pc", "ord"):
+            raise UserError(f"tied and given tables are for pc and ord, not for {self.rule}")
+        if self.readings == "maps" and self.rule != "ord":
+            raise UserError(f"readings=maps is for ord, not for {self.rule}")
+        if self.lengths and not (self.tied and self.rule == "pc" and self.toy.steps in self.lengths):
+            raise UserError("lengths need rule=pc, tied=True, and the task's own steps among them")
 
 
 RULES: dict[str, DiscoverConfig] = {
@@ -74,47 +96,6 @@ RULES: dict[str, DiscoverConfig] = {
     "mix": DiscoverConfig("mix", explore_steps=1500, settle_steps=1500, entropy_until=0.7),
     "ord": DiscoverConfig("ord"),
 }
-
-
-class InstructionRouter(nn.Module):
-    """Instructions → a distribution over the blocks for each choice; and over the orders in which they are run."""
-
-    def __init__(self, rule: Rule, config: ToyConfig):
-        super().__init__()
-        steps, shape = config.steps, (len(config.primitives), config.num_blocks)
-        self.rule = rule
-        lead = (steps, steps) if rule == "mix" else (steps,)
-        self.score = nn.Parameter(0.1 * torch.randn(*lead, *shape))
-        orders = list(itertools.permutations(range(steps))) if rule == "ord" else [tuple(range(steps))]
-        self.register_buffer("orders", torch.tensor(orders))
-        self.reading = nn.Parameter(torch.zeros((steps, steps) if rule == "mix" else len(orders)))
-
-    orders: Int[Tensor, "O S"]
-    """Which choice each step of the path runs."""
-
-    def forward(self, program: Int[Tensor, "B S"]) -> Float[Tensor, "B S L"]:
-        """The probability of each block for each choice: of an instruction (`ord`), or of a step."""
-        instruction = torch.arange(program.shape[1])
-        if self.rule != "mix":
-            return self.score[instruction, program].softmax(-1)
-        of_instruction = self.score[:, instruction, program].softmax(-1)
-        return torch.einsum("lj,lbjm->blm", _doubly_stochastic(self.reading), of_instruction)
-
-    def order_shares(self) -> Float[Tensor, "O"]:
-        """The probability of each order; one where there is only one."""
-        return torch.ones(1) if self.rule == "mix" else self.reading.softmax(-1)
-
-    @torch.no_grad()
-    def path(self, program: Int[Tensor, "B S"]) -> Int[Tensor, "B S"]:
-        """The most probable block of each step."""
-        return self(program).argmax(-1)[:, self.orders[self.order_shares().argmax()]]
-
-
-def _doubly_stochastic(logits: Float[Tensor, "S S"]) -> Float[Tensor, "S S"]:
-    """Rows and columns that add up to 1, by turns. (Sinkhorn.)"""
-    for _ in range(_SINKHORN_ROUNDS):
-        logits = logits.log_softmax(1).log_softmax(0)
-    return logits.log_softmax(1).exp()
 
 
 def selection_programs(config: DiscoverConfig) -> tuple[tuple[Program, ...], tuple[Program, ...]]:
@@ -125,6 +106,30 @@ def selection_programs(config: DiscoverConfig) -> tuple[tuple[Program, ...], tup
     return inner.trained, inner.held_out
 
 
+def programs_of_length(config: DiscoverConfig, length: int) -> tuple[Program, ...]:
+    """The programs of another length to train on: all, or on a split by function all that compute nothing held out."""
+    toy = config.toy
+    task = Task(toy.primitives, length)
+    if toy.split == "programs":
+        return task.programs
+    known = set(selection_programs(config)[0])
+    kept_apart = {toy.task.outcome(program) for program in toy.task.programs if program not in known}
+    return tuple(program for program in task.programs if task.outcome(program) not in kept_apart)
+
+
+@dataclass(frozen=True)
+class Tries:
+    """Paths of some examples, and what the router has to do with them."""
+
+    paths: Int[Tensor, "B C S"]
+    share: Float[Tensor, "B C"]
+    """How much each path counts in the blocks' loss; adds up to 1."""
+    reward: Float[Tensor, "B C"]
+    """What the router is to raise where the loss is low: probabilities, or logarithms of them."""
+    weight: Float[Tensor, "B C S"] | None = None
+    """Of the update of each step, where that is how the router is credited."""
+
+
 class Discovery:
     """Blocks and router in training; a function of configuration and seed."""
 
@@ -133,8 +138,13 @@ class Discovery:
         self.trained, self.validation = selection_programs(config)
         set_seed(seed)
         self.model = ToyModel(config.toy)
-        self.router = InstructionRouter(config.rule, config.toy)
         toy = config.toy
+        self.router = InstructionRouter(
+            config.rule, toy, config.readings == "maps", config.tied, given=config.table == "given"
+        )
+        self.programs = {toy.steps: self.trained}
+        for length in set(config.lengths) - {toy.steps}:
+            self.programs[length] = programs_of_length(config, length)
         self.blocks_optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=toy.learning_rate, weight_decay=toy.weight_decay, fused=True
         )
@@ -161,7 +171,7 @@ class Discovery:
         with torch.no_grad():
             scores = self.router.score.softmax(-1)
             reading = (
-                self.router.order_shares() if self.config.rule != "mix" else _doubly_stochastic(self.router.reading)
+                self.router.order_shares() if self.config.rule != "mix" else doubly_stochastic(self.router.reading)
             )
         self.history.append({"step": self.step, "scores": _rounded(scores), "reading": _rounded(reading)})
 
@@ -170,54 +180,104 @@ class Discovery:
         config, router = self.config, self.router
         done = self.step / config.explore_steps
         learns_order = config.rule == "ord" and done > config.order_from
-        tries_orders = learns_order and self.step % config.order_every == 0
-        tries = len(router.orders) if tries_orders else config.toy.num_blocks
-        examples = draw(config.toy, self.trained, config.tries // tries, self.generator)
+        tries_orders = learns_order and self.step % config.order_every == 0 and config.credit != "whole path"
+        examples = self._draw(config.tries // self._number_of_tries(tries_orders))
         probability, order_shares = router(examples.program), router.order_shares()
-        drawn = _draw_rows(probability.detach().flatten(0, 1), self.generator).view(examples.program.shape)
-        if tries_orders:
-            paths = drawn[:, router.orders]
-            share = order_shares.expand(len(drawn), -1)
-        else:
-            paths, share = self._try_blocks(drawn, probability, order_shares)
-        loss = self._losses(examples, paths)
+        tries = self._try(tries_orders, probability, order_shares, learns_order)
+        loss = self._losses(examples, tries.paths, tries.weight)
+        cost = NUM_DIGITS * loss.detach()
+        if config.credit == "whole path":
+            cost = (cost - cost.mean(-1, keepdim=True)) / (_PATHS_TRIED - 1)
         entropy = config.entropy * max(0.0, 1 - done / config.entropy_until)
         order_entropy = config.entropy * max(0.0, 1 - 2 * max(0.0, done - config.order_from))
         router_loss = (
-            (share * (NUM_DIGITS * loss.detach())).sum(-1).mean()
+            (tries.reward * cost).sum(-1).mean()
             - entropy * _entropy(probability).sum(-1).mean()
             - config.balance * _entropy(probability.mean(0)).sum()
             - order_entropy * _entropy(order_shares)
         )
-        blocks_loss = (share.detach() * loss).sum(-1).mean()
-        self._update_blocks(blocks_loss, min(1.0, (self.step + 1) / config.toy.warmup_steps))
-        router_loss.backward()
+        blocks_loss = (tries.share * loss).sum(-1).mean()
+        self._update_blocks(blocks_loss + router_loss, min(1.0, (self.step + 1) / config.toy.warmup_steps))
         if config.rule == "ord" and not learns_order:
             router.reading.grad = None
         self.router_optimizer.step()
         self.router_optimizer.zero_grad(set_to_none=True)
         self.step += 1
 
+    def _number_of_tries(self, tries_orders: bool) -> int:
+        if tries_orders:
+            return len(self.router.orders)
+        return {"every block": self.config.toy.num_blocks, "whole path": _PATHS_TRIED, "weight": 1}[self.config.credit]
+
+    def _draw(self, count: int) -> Examples:
+        """Examples of trained programs, all of one length."""
+        programs, lengths = self.trained, self.config.lengths
+        if lengths:
+            which = torch.randint(len(lengths), (), generator=self.generator)
+            programs = self.programs[lengths[int(which)]]
+        return draw(self.config.toy, programs, count, self.generator)
+
+    def _try(
+        self, tries_orders: bool, probability: Float[Tensor, "B S L"], order_shares: Float[Tensor, "O"], ordered: bool
+    ) -> Tries:
+        """The paths of a step of exploration; `ordered` says whether the order is being learned."""
+        batch, credit = len(probability), self.config.credit
+        if credit == "whole path":
+            return self._try_paths(probability, order_shares, ordered)
+        if credit == "weight":
+            top, drawn = probability.max(-1)
+            # Its gradient in the units of the other credits: nats of all digits, where the loss is the mean of a digit.
+            top = NUM_DIGITS * top - (NUM_DIGITS - 1) * top.detach()
+        else:
+            drawn, top = _draw_rows(probability.detach().flatten(0, 1), self.generator).view(batch, -1), None
+        if tries_orders:
+            share, orders = order_shares.expand(batch, -1), self.router.orders
+            return Tries(drawn[:, orders], share.detach(), share, None if top is None else top[:, orders])
+        if top is None:
+            return self._try_blocks(drawn, probability, order_shares)
+        order = self._draw_orders(order_shares, drawn)
+        once = torch.ones(batch, 1)
+        return Tries(drawn.gather(1, order)[:, None], once, 0 * once, top.gather(1, order)[:, None])
+
     def _try_blocks(
         self, drawn: Int[Tensor, "B S"], probability: Float[Tensor, "B S L"], order_shares: Float[Tensor, "O"]
-    ) -> tuple[Int[Tensor, "B C S"], Float[Tensor, "B C"]]:
-        """Paths with each block at one choice of each example, and the router's probability of that block."""
+    ) -> Tries:
+        """Each block at one choice of each example, and the router's probability of that block."""
         row, steps = torch.arange(len(drawn)), drawn.shape[1]
         choice = torch.randint(steps, row.shape, generator=self.generator)
-        order = _draw_rows(order_shares.detach().expand(len(row), -1), self.generator)
+        order = self._draw_orders(order_shares, drawn)
         blocks = torch.arange(probability.shape[-1])
         tried = drawn[:, None].repeat(1, len(blocks), 1)
         tried[row[:, None], blocks, choice[:, None]] = blocks.expand(len(row), -1)
-        paths = tried.gather(2, self.router.orders[order][:, None].expand_as(tried))
-        return paths, probability[row, choice]
+        share = probability[row, choice]
+        return Tries(tried.gather(2, order[:, None].expand_as(tried)), share.detach(), share)
 
-    def _losses(self, examples: Examples, paths: Int[Tensor, "B C S"]) -> Float[Tensor, "B C"]:
+    def _try_paths(self, probability: Float[Tensor, "B S L"], order_shares: Float[Tensor, "O"], ordered: bool) -> Tries:
+        """Some whole paths of each example, and the logarithm of the router's probability of each."""
+        rows = probability.repeat_interleave(_PATHS_TRIED, 0)
+        drawn = _draw_rows(rows.detach().flatten(0, 1), self.generator).view(rows.shape[:2])
+        number = _draw_rows(order_shares.detach().expand(len(rows), -1), self.generator)
+        chance = rows.gather(2, drawn[:, :, None]).squeeze(2).log().sum(-1)
+        if ordered:
+            chance = chance + order_shares.log()[number]
+        paths = drawn.gather(1, self.router.readings(drawn.shape[1])[number])
+        share = torch.full((len(probability), _PATHS_TRIED), 1 / _PATHS_TRIED)
+        return Tries(paths.unflatten(0, (-1, _PATHS_TRIED)), share, chance.view_as(share))
+
+    def _draw_orders(self, order_shares: Float[Tensor, "O"], drawn: Int[Tensor, "B S"]) -> Int[Tensor, "B S"]:
+        number = _draw_rows(order_shares.detach().expand(len(drawn), -1), self.generator)
+        return self.router.readings(drawn.shape[1])[number]
+
+    def _losses(
+        self, examples: Examples, paths: Int[Tensor, "B C S"], weight: Float[Tensor, "B C S"] | None = None
+    ) -> Float[Tensor, "B C"]:
         """Mean cross-entropy of a digit on each path of each example."""
         batch, tries, _ = paths.shape
         digits, program, target = (
             part.repeat_interleave(tries, 0) for part in (examples.digits, examples.program, examples.target)
         )
-        logits = self.model(digits, program, path=paths.flatten(0, 1)).logits
+        weight = None if weight is None else weight.flatten(0, 1)
+        logits = self.model(digits, program, path=paths.flatten(0, 1), weight=weight, generator=self.generator).logits
         losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
         return losses.view(batch, tries, -1).mean(-1)
 
@@ -225,7 +285,7 @@ class Discovery:
         """One step of the blocks under the router's most probable paths."""
         toy = self.config.toy
         left = 1 - (self.step - self.config.explore_steps) / self.config.settle_steps
-        examples = draw(toy, self.trained, toy.batch_size, self.generator)
+        examples = self._draw(toy.batch_size)
         loss = self._losses(examples, self.router.path(examples.program)[:, None]).mean()
         cosine = 0.5 * (1 - torch.cos(torch.tensor(torch.pi * left)).item())
         self._update_blocks(loss, cosine)
@@ -249,6 +309,17 @@ class Discovery:
         right = (output.logits.argmax(-1) == examples.target).all(-1)
         return describe(toy, programs, right, examples, output.experts)
 
+    @torch.no_grad()
+    def measure_length(self, length: int) -> float | None:
+        """Accuracy on all programs of a length, in percent; `None` where the router's order cannot be carried over."""
+        programs = Task(self.config.toy.primitives, length).programs
+        examples = draw(self.config.toy, programs, NUM_EXAMPLES, generator_named(f"toy evaluation {self.seed}"))
+        path = self.router.path_of_any_length(examples.program)
+        if path is None:
+            return None
+        output = self.model(examples.digits, examples.program, path=path)
+        return percent((output.logits.argmax(-1) == examples.target).all(-1))
+
 
 def score_held_out(discovery: Discovery, log: list[str]) -> dict[str, Any]:
     """Read the programs held out for good, once training is over: nothing else does. The log says when.
@@ -271,6 +342,8 @@ def score_held_out(discovery: Discovery, log: list[str]) -> dict[str, Any]:
         own = [program for program in split.held_out if (functions[program] in known) == seen]
         values = [by_program["".join(map(str, program))] for program in own]
         score[name] = round(sum(values) / len(values), 2) if values else None
+    if config.lengths_tested:
+        score["lengths"] = {str(length): discovery.measure_length(length) for length in config.lengths_tested}
     return score
 
 

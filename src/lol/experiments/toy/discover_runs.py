@@ -7,6 +7,7 @@ import torch
 import tyro
 
 from lol.errors import UserError
+from lol.experiments.toy.beyond import BEYOND, TAKEN_AWAY
 from lol.experiments.toy.discover import RULES, DiscoverConfig, discover
 from lol.experiments.toy.runs import SplitKind, write_record
 from lol.experiments.toy.task import ARTICLE
@@ -24,9 +25,11 @@ DISCOVERIES: dict[str, DiscoverConfig] = RULES | {
     "ord-8": replace(_ORD, toy=replace(_ORD.toy, num_blocks=8)),
     "mix-six": replace(RULES["mix"], toy=_SIX, explore_steps=2250, settle_steps=2250),
     "ord-six": replace(_ORD, toy=_SIX, explore_steps=2400, settle_steps=2100),
+    **TAKEN_AWAY,
+    **BEYOND,
 }
 """The rules; blocks that see the program; without annealing; without the bonus on the mean choice; more blocks than
-primitives; six primitives (72 of 216 programs trained, half as many steps again)."""
+primitives; six primitives (72 of 216 programs trained, half as many steps again); and those of `beyond.py`."""
 
 
 @dataclass(frozen=True)

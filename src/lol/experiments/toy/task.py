@@ -24,8 +24,10 @@ PRIMITIVES: dict[str, Callable[[Tensor], Tensor]] = {
     "mul3": lambda digits: digits * 3 % BASE,
     "neg": lambda digits: -digits % BASE,
     "swap": lambda digits: digits.unflatten(-1, (-1, 2)).flip(-1).flatten(-2),
+    "same": lambda digits: digits.clone(),
 }
-"""Each maps digits (…, N) to digits: add 1, reverse, rotate left by one, times 3; negate, swap neighbours in pairs."""
+"""Each maps digits (…, N) to digits: add 1, reverse, rotate left by one, times 3; negate, swap neighbours in pairs;
+nothing."""
 
 ARTICLE = ("inc", "rev", "rot", "mul3")
 # Enough inputs to tell programs apart: two that agree on all of them are equal but for a chance of 10^-100.
@@ -60,7 +62,7 @@ class Task:
 
     def run_each(self, digits: Int[Tensor, "B N"], programs: Int[Tensor, "B S"]) -> Int[Tensor, "B N"]:
         """What each row's own program makes of it."""
-        for step in range(self.steps):
+        for step in range(programs.shape[1]):
             outcomes = torch.stack([PRIMITIVES[name](digits) for name in self.primitives])
             digits = outcomes[programs[:, step], torch.arange(len(digits))]
         return digits
@@ -68,13 +70,14 @@ class Task:
     @cached_property
     def functions(self) -> dict[Program, int]:
         """The number of the function that each program computes: equal for programs that compute the same."""
+        numbers: dict[bytes, int] = {}
+        return {program: numbers.setdefault(self.outcome(program), len(numbers)) for program in self.programs}
+
+    def outcome(self, program: Program) -> bytes:
+        """What a program of any length makes of some inputs: equal for programs that compute the same function."""
         generator = torch.Generator().manual_seed(0)
         probes = torch.randint(BASE, (_PROBES, NUM_DIGITS), generator=generator)
-        numbers: dict[bytes, int] = {}
-        return {
-            program: numbers.setdefault(self.run(probes, program).numpy().tobytes(), len(numbers))
-            for program in self.programs
-        }
+        return self.run(probes, program).numpy().tobytes()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,47 @@
+"""Discoveries with one thing taken away, and discoveries of which more is asked: what `docs/discovery.md` reports.
+
+Each is `ord` (or `mix`) but for what its line says, so that its row stands beside theirs.
+"""
+
+from dataclasses import replace
+
+from lol.experiments.toy.discover import RULES, DiscoverConfig
+from lol.experiments.toy.task import ARTICLE
+
+_ORD, _MIX = RULES["ord"], RULES["mix"]
+_OTHER_LENGTHS = (1, 2, 4, 5)
+_TIED = replace(_ORD, rule="pc", tied=True, lengths_tested=_OTHER_LENGTHS)
+_FOUR_STEPS = replace(_ORD.toy, steps=4, num_held_out=64)
+_WITH_SAME = replace(_ORD.toy, primitives=(*ARTICLE, "same"), num_blocks=5, num_held_out=32)
+
+TAKEN_AWAY: dict[str, DiscoverConfig] = {
+    "ord-path-credit": replace(_ORD, credit="whole path"),
+    "mix-path-credit": replace(_MIX, credit="whole path"),
+    "ord-weight-credit": replace(_ORD, credit="weight"),
+    "mix-weight-credit": replace(_MIX, credit="weight"),
+    "sum": replace(_MIX, rule="sum"),
+    "ord-order-first": replace(_ORD, order_from=0.0),
+    "pc-given": replace(_ORD, rule="pc", table="given"),
+    "ord-given": replace(_ORD, table="given"),
+}
+"""Credit of whole paths; the article's gradient of the weight; a router that adds up what all instructions say; the
+order learned from the start; each primitive's own block given, read in order, and under orders that are learned as `ord`
+learns them: is `ord` above its given routing because of the routing, or of the random orders?"""
+
+BEYOND: dict[str, DiscoverConfig] = {
+    "mix-8": replace(_MIX, toy=replace(_MIX.toy, num_blocks=8)),
+    "ord-four-steps": replace(_ORD, toy=_FOUR_STEPS, explore_steps=2400, settle_steps=2100),
+    "ord-maps": replace(_ORD, readings="maps"),
+    "ord-maps-same": replace(_ORD, readings="maps", toy=_WITH_SAME),
+    "ord-lengths-tested": replace(_ORD, lengths_tested=_OTHER_LENGTHS),
+    "pc-tied": _TIED,
+    "pc-lengths": replace(_TIED, lengths=(1, 2, 3)),
+    "ord-noise": replace(_ORD, toy=replace(_ORD.toy, between="noise"), lengths_tested=_OTHER_LENGTHS),
+    "ord-digits": replace(_ORD, toy=replace(_ORD.toy, between="digits"), lengths_tested=_OTHER_LENGTHS),
+    "ord-digits-at-random": replace(
+        _ORD, toy=replace(_ORD.toy, between="digits at random"), lengths_tested=_OTHER_LENGTHS
+    ),
+}
+"""More blocks than primitives; programs of four steps (192 of 256 trained, half as many steps again); any reading map,
+on the article's task and with a primitive that does nothing; programs of other lengths than the trained ones; and a code
+of the state that all steps share: by training on other lengths, by noise, or by writing the state as digits."""
