@@ -141,9 +141,10 @@ def test_programs_of_other_lengths_compute_nothing_held_out():
         assert not {task.outcome(program) for program in kept} & others
         left_out = set(Task(task.primitives, length).programs) - set(kept)
         assert {task.outcome(program) for program in left_out} <= others
-    record, discovery = discover(short(config), 0)
+    record, discovery = discover(short(config, lengths_tested=(1, 4)), 0)
     assert set(discovery.programs) == {1, 2, 3}
-    assert set(record["held_out"]["lengths"]) == {"1", "2", "4", "5"}
+    for key in ("lengths", "lengths_as_digits"):
+        assert set(record["held_out"][key]) == {"1", "4"}
 
 
 def test_the_state_between_blocks():
@@ -172,6 +173,13 @@ def test_the_state_between_blocks():
     _, own = first[0], any_digits[1]
     assert not torch.equal(own, first[1])
     assert_close(any_digits[2], first[2])
+    # A model can be told to write digits that was not trained to.
+    config = short(RULES["pc"])
+    untold = ToyModel(config.toy)
+    untold.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        told = untold(digits[:1], program[:1], path=program[:1], between="digits").states
+    assert_close(told[2], first[2])
 
 
 @pytest.mark.parametrize(

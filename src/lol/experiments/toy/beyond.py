@@ -9,7 +9,7 @@ from lol.experiments.toy.discover import RULES, DiscoverConfig
 from lol.experiments.toy.task import ARTICLE
 
 _ORD, _MIX = RULES["ord"], RULES["mix"]
-_OTHER_LENGTHS = (1, 2, 4, 5)
+_OTHER_LENGTHS = (1, 2, 4, 5, 8, 16)
 _TIED = replace(_ORD, rule="pc", tied=True, lengths_tested=_OTHER_LENGTHS)
 _FOUR_STEPS = replace(_ORD.toy, steps=4, num_held_out=64)
 _WITH_SAME = replace(_ORD.toy, primitives=(*ARTICLE, "same"), num_blocks=5, num_held_out=32)
@@ -25,8 +25,8 @@ TAKEN_AWAY: dict[str, DiscoverConfig] = {
     "ord-given": replace(_ORD, table="given"),
 }
 """Credit of whole paths; the article's gradient of the weight; a router that adds up what all instructions say; the
-order learned from the start; each primitive's own block given, read in order, and under orders that are learned as `ord`
-learns them: is `ord` above its given routing because of the routing, or of the random orders?"""
+order learned from the start; each primitive's own block given, read in order, and under orders that are learned as
+`ord` learns them: is `ord` above its given routing because of the routing, or of the random orders?"""
 
 BEYOND: dict[str, DiscoverConfig] = {
     "mix-8": replace(_MIX, toy=replace(_MIX.toy, num_blocks=8)),
@@ -43,5 +43,5 @@ BEYOND: dict[str, DiscoverConfig] = {
     ),
 }
 """More blocks than primitives; programs of four steps (192 of 256 trained, half as many steps again); any reading map,
-on the article's task and with a primitive that does nothing; programs of other lengths than the trained ones; and a code
-of the state that all steps share: by training on other lengths, by noise, or by writing the state as digits."""
+on the article's task and with a primitive that does nothing; programs of other lengths than the trained ones; and a
+code of the state that all steps share: by training on other lengths, by noise, or by writing the state as digits."""

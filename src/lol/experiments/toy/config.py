@@ -9,6 +9,7 @@ from lol.model.config import LoLConfig
 from lol.train.config import BalanceConfig, OptimConfig
 
 Routing = Literal["fixed", "by primitive", "by step and primitive", "relabelled per step", "by program", "learned"]
+Between = Literal["nothing", "noise", "digits", "digits at random"]
 RouterTraining = Literal["top-1", "soft", "gumbel"]
 
 
@@ -33,7 +34,7 @@ class ToyConfig:
     router_training: RouterTraining = "top-1"
     """The block that the router chose; all blocks, weighted by its probabilities; or the same by a Gumbel softmax whose
     temperature falls from 1 to 0.1, in equal parts each step."""
-    between: Literal["nothing", "noise", "digits", "digits at random"] = "nothing"
+    between: Between = "nothing"
     """What happens to the state between two blocks (of blind blocks): nothing; in training, noise of 0.3 times the size
     of each place's state; or the head writes it as digits, which are embedded as the input is (the mean embedding under
     the head's probabilities), always or, in training alone, for a random half of the examples at each step."""

@@ -26,10 +26,10 @@ from transformers import set_seed
 
 from lol.data.order import generator_named
 from lol.errors import UserError
-from lol.experiments.toy.config import ToyConfig
+from lol.experiments.toy.config import Between, ToyConfig
 from lol.experiments.toy.instruction import InstructionRouter, Rule, doubly_stochastic
 from lol.experiments.toy.model import ToyModel
-from lol.experiments.toy.task import NUM_DIGITS, Program, Task, split_programs
+from lol.experiments.toy.task import BASE, NUM_DIGITS, Program, Task, split_programs
 from lol.experiments.toy.train import NUM_EXAMPLES, Examples, describe, draw, percent
 
 Credit = Literal["every block", "whole path", "weight"]
@@ -58,7 +58,8 @@ class DiscoverConfig:
     lengths: tuple[int, ...] = ()
     """Lengths of the programs trained, one drawn for each step; without it the task's own (tied `pc` only)."""
     lengths_tested: tuple[int, ...] = ()
-    """Lengths that are scored at the end besides: by the tables of all places together, read from first to last."""
+    """Lengths that are scored at the end besides: by the tables of all places together, read from first to last; with
+    the state as it is, and written as digits between the blocks."""
     num_validation: int = 8
     """Trained programs that are held out for selection."""
     explore_steps: int = 1600
@@ -310,15 +311,16 @@ class Discovery:
         return describe(toy, programs, right, examples, output.experts)
 
     @torch.no_grad()
-    def measure_length(self, length: int) -> float | None:
-        """Accuracy on all programs of a length, in percent; `None` where the router's order cannot be carried over."""
-        programs = Task(self.config.toy.primitives, length).programs
-        examples = draw(self.config.toy, programs, NUM_EXAMPLES, generator_named(f"toy evaluation {self.seed}"))
-        path = self.router.path_of_any_length(examples.program)
+    def measure_length(self, length: int, between: Between | None = None) -> float | None:
+        """Accuracy on random programs of a length, in percent; `None` where the router reads in another order."""
+        toy, generator = self.config.toy, generator_named(f"toy evaluation {self.seed}")
+        program = torch.randint(len(toy.primitives), (NUM_EXAMPLES, length), generator=generator)
+        digits = torch.randint(BASE, (NUM_EXAMPLES, NUM_DIGITS), generator=generator)
+        path = self.router.path_of_any_length(program)
         if path is None:
             return None
-        output = self.model(examples.digits, examples.program, path=path)
-        return percent((output.logits.argmax(-1) == examples.target).all(-1))
+        logits = self.model(digits, program, path=path, between=between).logits
+        return percent((logits.argmax(-1) == toy.task.run_each(digits, program)).all(-1))
 
 
 def score_held_out(discovery: Discovery, log: list[str]) -> dict[str, Any]:
@@ -343,7 +345,9 @@ def score_held_out(discovery: Discovery, log: list[str]) -> dict[str, Any]:
         values = [by_program["".join(map(str, program))] for program in own]
         score[name] = round(sum(values) / len(values), 2) if values else None
     if config.lengths_tested:
-        score["lengths"] = {str(length): discovery.measure_length(length) for length in config.lengths_tested}
+        lengths = config.lengths_tested
+        score["lengths"] = {str(length): discovery.measure_length(length) for length in lengths}
+        score["lengths_as_digits"] = {str(length): discovery.measure_length(length, "digits") for length in lengths}
     return score
 
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lol.experiments.toy.config import ToyConfig
+from lol.experiments.toy.config import Between, ToyConfig
 from lol.experiments.toy.task import BASE, NUM_DIGITS
 from lol.model.base import LoLPreTrainedModel
 from lol.model.layers import RMSNorm
@@ -78,7 +78,7 @@ class ToyModel(LoLPreTrainedModel):
         for embedding in (self.digit_embedding, self.program_embedding, self.place_embedding):
             nn.init.normal_(embedding.weight, std=config.embedding_std)
         nn.init.zeros_(self.head.bias)
-        if config.between.startswith("digits"):
+        if config.between == "digits":
             # A head that cannot read digits yet would hand the next block the same mean embedding at every place.
             self.head.weight.data.copy_(self.digit_embedding.weight.data / d**0.5)
 
@@ -90,6 +90,7 @@ class ToyModel(LoLPreTrainedModel):
         weight: Float[Tensor, "B S"] | None = None,
         noise: Float[Tensor, "S B L"] | None = None,
         mixture: Mixture | None = None,
+        between: Between | None = None,
         generator: torch.Generator | None = None,
     ) -> ToyOutput:
         """Run programs on digits.
@@ -101,10 +102,12 @@ class ToyModel(LoLPreTrainedModel):
             weight: Of each step's update, where there is no router; 1 without it.
             noise: Standard normal draws of the router's training noise.
             mixture: Run all blocks at each step in place of the chosen one.
+            between: In place of the configuration's own.
             generator: Of what is drawn between blocks in training; nothing is drawn without it.
         """
         batch = digits.shape[0]
-        steps = program.shape[1] if path is None else path.shape[1]
+        steps = program.shape[1]
+        between = between or self.toy.between
         x, instruction = self.digit_embedding(digits), None
         if not self.toy.blind or self.router is not None:
             primitive = program + torch.arange(self.toy.steps) * len(self.toy.primitives)
@@ -117,8 +120,8 @@ class ToyModel(LoLPreTrainedModel):
         state, states = x.flatten(0, 1), [x]
         experts, router_logits = [], []
         for step in range(steps):
-            if step and self.toy.between != "nothing":
-                state = self._between(state.view(batch, length, -1), generator).flatten(0, 1)
+            if step and between != "nothing":
+                state = self._between(state.view(batch, length, -1), between, generator).flatten(0, 1)
             forced = None if path is None else path[:, step]
             if self.router is None:
                 assert forced is not None
@@ -145,15 +148,17 @@ class ToyModel(LoLPreTrainedModel):
         features = 0.5 * (state.mean(1) + self.depth_embedding.weight[step])
         return (features + instruction.mean(1) if self.toy.blind else features).float()
 
-    def _between(self, state: Float[Tensor, "B N d"], generator: torch.Generator | None) -> Float[Tensor, "B N d"]:
+    def _between(
+        self, state: Float[Tensor, "B N d"], between: Between, generator: torch.Generator | None
+    ) -> Float[Tensor, "B N d"]:
         """What the next block sees of a state: see `ToyConfig.between`."""
-        if generator is None and self.toy.between != "digits":
+        if generator is None and between != "digits":
             return state
-        if self.toy.between == "noise":
+        if between == "noise":
             size = state.detach().pow(2).mean(-1, keepdim=True).sqrt()
             return state + _NOISE * size * torch.randn(state.shape, generator=generator)
         digits = self.head(self.norm(state)).softmax(-1) @ self.digit_embedding.weight + self.place_embedding.weight
-        if self.toy.between == "digits":
+        if between == "digits":
             return digits
         return torch.where(torch.rand((len(state), 1, 1), generator=generator) < 0.5, digits, state)
 
