@@ -273,8 +273,7 @@ def toy_discover(args: list[str]) -> int:
     from lol.experiments.toy.discover_runs import ToyDiscover
     from lol.experiments.toy.discover_runs import toy_discover as run_discovery
 
-    run_discovery(parse(ToyDiscover, "toy discover", args))
-    return 0
+    return 1 if run_discovery(parse(ToyDiscover, "toy discover", args)) else 0
 
 
 def toy_table(args: list[str]) -> int:

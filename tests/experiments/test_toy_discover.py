@@ -21,6 +21,7 @@ from lol.experiments.toy.discover import (
     score_held_out,
     selection_programs,
 )
+from lol.experiments.toy.line import Job
 from lol.experiments.toy.task import split_programs
 
 
@@ -142,6 +143,27 @@ def test_the_command_writes_a_record_once(tmp_path: Path, monkeypatch, capsys):
     assert "done before" in capsys.readouterr().out
     assert main(["toy", "discover", "none"]) == 2
     assert "ord-six" in capsys.readouterr().err
+
+
+def test_many_are_the_single_ones_side_by_side(tmp_path: Path, monkeypatch, capsys):
+    started = []
+
+    def instead(jobs: list[Job], at_once: int) -> int:
+        started.extend(jobs)
+        return at_once
+
+    monkeypatch.setattr(discover_runs, "run_side_by_side", instead)
+    done = tmp_path / "ord.programs-0.seed-1.json"
+    done.write_text("{}")
+    flags = ["--seed", "1", "--seeds", "2", "--splits", "programs", "functions", "--split-numbers", "0", "2"]
+    # As many failed as there are jobs at once: the command fails too.
+    assert main(["toy", "discover", "ord", "pc", *flags, "--jobs", "3", "--out", str(tmp_path)]) == 1
+    assert "16 runs, 1 done before" in capsys.readouterr().out
+    assert len({job.name for job in started}) == 15
+    assert started[1].name == "ord.programs-2.seed-1"
+    single = ["toy", "discover", "ord", "--seed", "1", "--split", "programs", "--split-number", "2"]
+    assert list(started[1].args) == [*single, "--out", str(tmp_path)]
+    assert main(["toy", "discover"]) == 2
 
 
 def test_six_primitives_have_their_splits():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from lol import UserError
@@ -72,6 +72,67 @@ def test_the_encoder_is_its_literal_form(name: str):
         assert_close(
             output.logits[row], normed @ model.head.weight.t() + model.head.bias, atol=tolerance, rtol=tolerance
         )
+
+
+def test_torchs_block_comes_in_two_ways():
+    ours, defaults = (ToyModel(MODELS[f"given-{choice}"]) for choice in ("torch-block", "torch-defaults"))
+    for model, is_default in ((ours, False), (defaults, True)):
+        layer = model.library.layers[0]
+        x = torch.randn(2, 11, 64)
+        assert torch.equal(layer(x), layer(x)) != is_default
+        # Behind a norm that comes last every token has the norm's own scale.
+        scale = layer.eval()(x).pow(2).mean(-1)
+        assert torch.allclose(scale, torch.ones(2, 11), atol=1e-3) == is_default
+
+
+@pytest.mark.parametrize("name", ["given", "learned"])
+def test_torchs_block_runs_on_the_examples_that_chose_it(name: str):
+    torch.manual_seed(0)
+    model = ToyModel(MODELS[f"{name}-torch-block"])
+    examples = draw(model.toy, PROGRAMS, 5, torch.Generator().manual_seed(1))
+    output = model(examples.digits, examples.program, path=given_path(model.toy, examples.program))
+    for row in range(5):
+        for step, number in enumerate(output.experts[row].tolist()):
+            x, after = (output.states[place][row] for place in (step, step + 1))
+            weight = output.router_logits[step][row].softmax(-1)[number] if model.router else 1.0
+            assert_close(after, x + weight * (model.library.layers[number](x[None])[0] - x), atol=1e-5, rtol=1e-5)
+    output.logits.sum().backward()
+    used = {number for path in output.experts.tolist() for number in path}
+    assert {number for number, layer in enumerate(model.library.layers) if layer.linear1.weight.grad is None} == (
+        set(range(4)) - used
+    )
+
+
+def test_torchs_block_has_the_articles_parameters():
+    """The article: 203k with four blocks, 603k with twelve; the library's block has fewer."""
+
+    def count(name: str, **changes: object) -> int:
+        model = ToyModel(replace(MODELS[name], **changes))
+        return round(sum(parameter.numel() for parameter in model.parameters()) / 1000)
+
+    assert [count(name, block="torch") for name in ("given", "given-step-primitive")] == [203, 603]
+    assert [count(name) for name in ("given", "given-step-primitive")] == [198, 588]
+
+
+def test_choices_decide_the_first_weights():
+    torch.manual_seed(0)
+    ours, wider, smaller, placed, torchs = (
+        ToyModel(MODELS[f"given{choice}"])
+        for choice in ("", "-init0.09", "-embedding0.02", "-place0.02", "-torch-block")
+    )
+    assert [_deviation(m.library.q_proj) for m in (ours, wider, smaller)] == [0.02, 0.09, 0.02]
+    assert [_deviation(m.program_embedding) for m in (ours, wider, torchs, smaller)] == pytest.approx(
+        [1.0, 1.0, 1.0, 0.02], rel=0.1
+    )
+    places = [_deviation(model.place_embedding) for model in (ours, smaller, placed, torchs)]
+    assert places == pytest.approx([1.0, 0.02, 0.02, 1.0], rel=0.15)
+    # torch's own: uniform, up to 1 / sqrt(64).
+    for linear in (torchs.library.layers[3].linear1, torchs.head):
+        assert 0.12 < float(linear.weight.detach().abs().max()) <= 0.125
+
+
+def _deviation(module: nn.Module) -> float:
+    return round(float(module.weight.detach().std()), 2)
 
 
 @pytest.mark.parametrize("name", ["given-blind", "router-only"])

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lol import UserError
 from lol.cli import main
 from lol.experiments.toy.config import MODELS
+from lol.experiments.toy.discover import Discovery
+from lol.experiments.toy.discover_runs import DISCOVERIES, restore
 from lol.experiments.toy.play import kind_of, load_run, read_line, read_state
 from lol.experiments.toy.runs import ToyRun, toy_run, weights_of
 from lol.experiments.toy.task import split_programs
@@ -34,7 +37,7 @@ def test_play_shows_what_the_model_does(
     rows = [line.split() for line in lines if line.split()[:1] in (["input"], ["inc"], ["rev"], ["mul3"])]
     assert [row[-1] for row in rows] == ["12345678", "23456789", "98765432", "74185296"]
 
-    model, _ = load_run(record)
+    model = load_run(record).model
     with torch.no_grad():
         output = model(torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]]), torch.tensor([[0, 1, 3]]))
     assert [row[1] for row in rows[1:]] == [str(block) for block in output.experts[0].tolist()]
@@ -48,14 +51,42 @@ def test_play_shows_what_the_model_does(
     assert "never read" not in "".join(lines)
 
 
+def test_a_discovery_is_played_along_its_routers_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    config = DISCOVERIES["ord"]
+    small = replace(config.toy, hidden_size=16, intermediate_size=16, batch_size=8)
+    monkeypatch.setitem(DISCOVERIES, "ord", replace(config, toy=small, explore_steps=20, settle_steps=1, tries=24))
+    assert main(["toy", "discover", "ord", "--seed", "3", "--out", str(tmp_path)]) == 0
+    file = tmp_path / "ord.programs-0.seed-3.json"
+    trained = load_run(file)
+    program = trained.known[5]
+    # As it was when the record was written: every program's accuracy again.
+    discovery = Discovery(replace(DISCOVERIES["ord"]), 3)
+    restore(discovery, load_file(weights_of(file)))
+    assert discovery.measure(trained.known) == trained.record["trained"]
+
+    capsys.readouterr()
+    names = " ".join(small.primitives[primitive] for primitive in program)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"12345678 {names}\n"))
+    assert main(["toy", "play", str(file)]) == 0
+    said = capsys.readouterr().out
+    rows = [line.split() for line in said.splitlines() if line.split()[:1] and line.split()[0] in small.primitives]
+    path = discovery.router.path(torch.tensor([program]))[0].tolist()
+    assert [row[:3] for row in rows] == [
+        [small.primitives[primitive], str(block), "1.00"] for primitive, block in zip(program, path, strict=True)
+    ]
+    assert "This program was trained." in said
+
+
 def test_kinds_of_programs() -> None:
     config = MODELS["learned"]
     split = split_programs(config.task, "programs", 0, 16)
-    kinds = {program: kind_of(program, config, split) for program in config.task.programs}
+    kinds = {program: kind_of(program, config, split.trained) for program in config.task.programs}
     assert {program for program, kind in kinds.items() if kind == "trained"} == set(split.trained)
     assert any("computes the same" in kind for kind in kinds.values())
     by_function = split_programs(config.task, "functions", 0, 16)
-    assert {kind_of(program, config, by_function) for program in by_function.held_out} == {
+    assert {kind_of(program, config, by_function.trained) for program in by_function.held_out} == {
         "held out, and its function too"
     }
 
@@ -71,7 +102,7 @@ def test_lines_that_are_no_program(line: str) -> None:
 def test_files_that_are_no_run(record: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("{}")
-    with pytest.raises(UserError, match="name a file that `lol toy run` wrote"):
+    with pytest.raises(UserError, match="name a file that `lol toy run` or `lol toy discover` wrote"):
         load_run(other)
     weights_of(record).unlink()
     with pytest.raises(UserError, match=r"lol toy run learned --seed 0 --out FOLDER"):

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lol.experiments.toy import runs
+from lol.experiments.toy import line, runs
 from lol.experiments.toy.config import MODELS, ToyConfig
 from lol.experiments.toy.runs import Run, ToyAll, ToyRun, runs_of, toy_all, toy_run, weights_of
+from lol.experiments.toy.task import split_programs
 from lol.experiments.toy.train import run, train
 
 
@@ -78,7 +79,7 @@ def test_all_runs_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monke
         return real([sys.executable, "-c", code], **options)
 
     real = subprocess.Popen
-    monkeypatch.setattr(runs.subprocess, "Popen", instead)
+    monkeypatch.setattr(line.subprocess, "Popen", instead)
     assert toy_all(command) == 1
     assert started == ["run", "run"]
     said = capsys.readouterr().out
@@ -93,3 +94,16 @@ def test_first_rows_have_five_seeds():
     assert sum(one.model == "looped" for one in wanted) == 3
     assert len(set(wanted)) == len(wanted)
     assert Run("given", 1, "functions", 2).name == "given.functions-2.seed-1"
+
+
+def test_distinct_programs_have_one_kind_of_split():
+    both = runs_of(ToyAll(models=("given", "given-distinct"), seeds=1))
+    assert [one.name for one in both] == [
+        "given.programs-0.seed-0",
+        "given-distinct.programs-0.seed-0",
+        "given.functions-0.seed-0",
+    ]
+    config = MODELS["given-distinct"]
+    splits = [split_programs(config.task, kind, 0, config.num_held_out) for kind in ("programs", "functions")]
+    assert splits[0] == splits[1]
+    assert len(runs_of(ToyAll(models=("given-distinct",), splits=("functions",), seeds=1))) == 1

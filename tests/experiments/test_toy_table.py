@@ -10,13 +10,15 @@ from lol.cli import main
 from lol.experiments.toy import discover_runs
 from lol.experiments.toy.config import MODELS
 from lol.experiments.toy.discover_table import _rows
+from lol.experiments.toy.orderings import ORDERINGS, compare, orderings_section
+from lol.experiments.toy.records import Record
 from lol.experiments.toy.runs import ToyRun, toy_run
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two models, one of them with two seeds, and a discovery."""
-    for name in ("given", "learned"):
+    """Models of each section, one of them with two seeds, and a discovery."""
+    for name in ("given", "learned", "given-distinct", "given-torch-block"):
         small = replace(MODELS[name], train_steps=2, batch_size=8, hidden_size=16, intermediate_size=16)
         monkeypatch.setitem(MODELS, name, small)
         toy_run(ToyRun(name, out=tmp_path / "runs"))
@@ -43,8 +45,18 @@ def test_the_table_has_every_seed_and_the_articles_numbers(folder: Path, capsys:
     assert by_name["given"][5] == "1.00"
     assert by_name["learned"][7] == "0.0"
     assert by_name["mix"][1:4] == ["programs 0", "**0.0**", "0.0"]
+    assert [line for line in said.splitlines() if line.startswith("## ")] == [
+        "## Primitives whose programs all differ, any programs held out (split 0)",
+        "## The article's primitives, any programs held out (split 0)",
+        "## The article's orderings",
+        "## What the article leaves unsaid (split programs 0)",
+        "## Routers that look for the primitives",
+    ]
+    assert by_name["given-distinct"][3] == "–"
+    assert by_name["ours"][1:] == ["–", "**20.0** (0.0, 40.0)", "**0.0** (0.0)"]
+    assert by_name["torch-block"][1:] == ["–", "**0.0** (0.0)", "–"]
     names = sorted(file.name for file in (folder / "out").iterdir())
-    assert names == ["forming.svg", "held-out.svg", "routing.svg", "separation.svg", "table.md"]
+    assert names == ["forming.svg", "held-out.svg", "routing.svg", "separation.svg", "table.md", "unsaid.svg"]
     before = {name: (folder / "out" / name).read_bytes() for name in names}
     assert main(["toy", "table", *flags]) == 0
     assert before == {name: (folder / "out" / name).read_bytes() for name in names}
@@ -59,3 +71,34 @@ def test_mix_is_shown_as_each_step_reads_its_own_instruction() -> None:
     scores = [[[[float(step), float(instruction)]] for instruction in range(2)] for step in range(2)]
     assert _rows({"scores": scores}, "mix") == [[0.0, 0.0], [1.0, 1.0]]
     assert _rows({"scores": scores[1]}, "ord") == [[1.0, 0.0], [1.0, 1.0]]
+
+
+def by_hand(model: str, *held_out: float) -> list[Record]:
+    return [
+        {
+            "model": model,
+            "seed": seed,
+            "config": {"routing": "learned" if model.startswith("learned") else "fixed"},
+            "held_out": {"accuracy": accuracy},
+            "trained": {"separation": 0.3 + 0.1 * seed},
+        }
+        for seed, accuracy in enumerate(held_out)
+    ]
+
+
+def test_orderings_are_counted_seed_by_seed() -> None:
+    records = by_hand("dense", 10.0, 30.0, 99.0) + by_hand("given", 40.0, 25.0) + by_hand("learned", 9.0, 31.0)
+    by_models = {ordering[:2]: ordering for ordering in ORDERINGS}
+    outcome = compare(by_models["dense", "given"], records)
+    # 30 and -5; the third seed of dense has no partner.
+    assert outcome == (1, 2, 12.5)
+    assert outcome.words == "on average (1 of 2 seeds, +12.5)"
+    assert compare(by_models["learned", "dense"], records).words == "**does not hold** (1 of 2 seeds, +0.0)"
+    assert compare(by_models["looped", "dense"], records) is None
+    distinct = by_hand("dense-distinct", 5.0) + by_hand("given-distinct", 6.0)
+    text = orderings_section({"first": records, "second": distinct})
+    row = next(line for line in text.splitlines() if line.startswith("| dense < given "))
+    assert row.split("|")[3:5] == [" on average (1 of 2 seeds, +12.5) ", " holds (1 of 1 seeds, +1.0) "]
+    assert "- first: of 2 orderings 1 hold on average, 0 of them in every seed. Separation of the learned" in text
+    assert "0.30-0.40 (article 0.34-0.51)" in text
+    assert "- second: of 1 orderings 1 hold on average, 1 of them in every seed." in text

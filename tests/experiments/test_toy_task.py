@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lol import UserError
-from lol.experiments.toy.task import PRIMITIVES, Task, split_programs
+from lol.experiments.toy.task import ARTICLE, DISTINCT, PRIMITIVES, Task, split_programs
 
 DIGITS = torch.tensor([0, 1, 2, 3, 4, 5, 6, 9])
 
@@ -18,6 +18,9 @@ DIGITS = torch.tensor([0, 1, 2, 3, 4, 5, 6, 9])
         ("mul3", [0, 3, 6, 9, 2, 5, 8, 7]),
         ("neg", [0, 9, 8, 7, 6, 5, 4, 1]),
         ("swap", [1, 0, 3, 2, 5, 4, 9, 6]),
+        ("rot5", [1, 2, 3, 4, 0, 5, 6, 9]),
+        ("ramp", [0, 2, 4, 6, 8, 0, 2, 6]),
+        ("mul3left", [0, 3, 6, 9, 4, 5, 6, 9]),
     ],
 )
 def test_primitives(name: str, expected: list[int]):
@@ -35,12 +38,19 @@ def test_a_program_runs_its_primitives_in_order():
 
 @pytest.mark.parametrize(
     ("task", "programs", "functions"),
-    [(Task(), 64, 30), (Task(steps=4), 256, 64), (Task(tuple(PRIMITIVES)), 216, 72)],
+    [
+        (Task(), 64, 30),
+        (Task(steps=4), 256, 64),
+        (Task((*ARTICLE, "neg", "swap")), 216, 72),
+        (Task(DISTINCT), 64, 64),
+        (Task(DISTINCT, steps=4), 256, 255),
+    ],
 )
 def test_programs_compute_fewer_functions(task: Task, programs: int, functions: int):
     """The numbers were found by enumeration elsewhere too."""
     assert len(task.programs) == programs
     assert len(set(task.functions.values())) == functions
+    assert task.is_distinct == (programs == functions)
 
 
 @pytest.mark.parametrize("number", range(3))

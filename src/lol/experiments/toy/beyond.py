@@ -6,12 +6,14 @@ Each is `ord` (or `mix`) but for what its line says, so that its row stands besi
 from dataclasses import replace
 
 from lol.experiments.toy.discover import RULES, DiscoverConfig
-from lol.experiments.toy.task import ARTICLE
+from lol.experiments.toy.task import ARTICLE, DISTINCT
 
 _ORD, _MIX = RULES["ord"], RULES["mix"]
 _OTHER_LENGTHS = (1, 2, 4, 5, 8, 16)
 _TIED = replace(_ORD, rule="pc", tied=True, lengths_tested=_OTHER_LENGTHS)
 _FOUR_STEPS = replace(_ORD.toy, steps=4, num_held_out=64)
+_NOISE = replace(_ORD.toy, between="noise")
+_AT_RANDOM = replace(_ORD.toy, between="digits at random")
 _WITH_SAME = replace(_ORD.toy, primitives=(*ARTICLE, "same"), num_blocks=5, num_held_out=32)
 
 TAKEN_AWAY: dict[str, DiscoverConfig] = {
@@ -36,12 +38,17 @@ BEYOND: dict[str, DiscoverConfig] = {
     "ord-lengths-tested": replace(_ORD, lengths_tested=_OTHER_LENGTHS),
     "pc-tied": _TIED,
     "pc-lengths": replace(_TIED, lengths=(1, 2, 3)),
-    "ord-noise": replace(_ORD, toy=replace(_ORD.toy, between="noise"), lengths_tested=_OTHER_LENGTHS),
+    "ord-noise": replace(_ORD, toy=_NOISE, lengths_tested=_OTHER_LENGTHS),
     "ord-digits": replace(_ORD, toy=replace(_ORD.toy, between="digits"), lengths_tested=_OTHER_LENGTHS),
-    "ord-digits-at-random": replace(
-        _ORD, toy=replace(_ORD.toy, between="digits at random"), lengths_tested=_OTHER_LENGTHS
+    "ord-digits-at-random": replace(_ORD, toy=_AT_RANDOM, lengths_tested=_OTHER_LENGTHS),
+    "ord-noise-distinct": replace(_ORD, toy=replace(_NOISE, primitives=DISTINCT), lengths_tested=_OTHER_LENGTHS),
+    "ord-digits-at-random-distinct": replace(
+        _ORD, toy=replace(_AT_RANDOM, primitives=DISTINCT), lengths_tested=_OTHER_LENGTHS
     ),
+    "pc-given-noise": replace(TAKEN_AWAY["pc-given"], toy=_NOISE, lengths_tested=_OTHER_LENGTHS),
+    "pc-given-digits-at-random": replace(TAKEN_AWAY["pc-given"], toy=_AT_RANDOM, lengths_tested=_OTHER_LENGTHS),
 }
 """More blocks than primitives; programs of four steps (192 of 256 trained, half as many steps again); any reading map,
 on the article's task and with a primitive that does nothing; programs of other lengths than the trained ones; and a
-code of the state that all steps share: by training on other lengths, by noise, or by writing the state as digits."""
+code of the state that all steps share: by training on other lengths, by noise, or by writing the state as digits; on
+the distinct primitives and under the given table too."""

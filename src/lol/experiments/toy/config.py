@@ -1,10 +1,10 @@
 """What decides a toy run, and the models of the article as settings of it."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from lol.errors import UserError
-from lol.experiments.toy.task import ARTICLE, Task
+from lol.experiments.toy.task import ARTICLE, DISTINCT, Task
 from lol.model.config import LoLConfig
 from lol.train.config import BalanceConfig, OptimConfig
 
@@ -17,9 +17,9 @@ RouterTraining = Literal["top-1", "soft", "gumbel"]
 class ToyConfig:
     """A toy run but for its seed. The defaults are the article's learned router.
 
-    What the article leaves unsaid is decided here: the library's own block (SwiGLU with as many parameters as a GELU
-    MLP of four times the width, RMS norms, rotary angles inside attention) with learned embeddings of digits, of
-    (step, primitive) and of places, drawn with deviation `embedding_std`; weight decay on every parameter.
+    What the article leaves unsaid is decided here: the library's own block (SwiGLU, RMS norms, rotary angles) with
+    learned embeddings of digits, of (step, primitive) and of places; weight decay on every parameter. `CHOICES` has
+    other ways.
     """
 
     routing: Routing = "learned"
@@ -56,8 +56,18 @@ class ToyConfig:
     clip_norm: float = 1.0
     hidden_size: int = 64
     num_heads: int = 4
+    block: Literal["library", "torch", "torch as it comes"] = "library"
+    """The library's block, or `torch.nn.TransformerEncoderLayer` with which a model has as many parameters as the
+    article says: made like the library's (norms before the update, GELU, no dropout) or with torch's defaults. It has
+    LayerNorm, biases, no rotary angles, and torch's first weights."""
     intermediate_size: int = 168
+    """Of the library's block, which then has about as many parameters as torch's."""
+    initializer_range: float = 0.02
+    """Deviation of the library's first weights."""
     embedding_std: float = 1.0
+    """Deviation of the first embeddings of digits and of (step, primitive)."""
+    place_std: float = 1.0
+    """Deviation of the first embeddings of places."""
 
     def __post_init__(self) -> None:
         needed = {"by step and primitive": len(self.primitives) * self.steps, "fixed": 1, "learned": 1}
@@ -97,6 +107,7 @@ class ToyConfig:
             num_coda_layers=0,
             num_experts=self.num_blocks,
             num_routed_depths=self.steps,
+            initializer_range=self.initializer_range,
             tie_router=self.tie_router,
             balance_scope=self.balance_scope,
         )
@@ -105,7 +116,7 @@ class ToyConfig:
 _GIVEN = ToyConfig(routing="by primitive")
 _DENSE = ToyConfig(routing="fixed", num_blocks=3)
 
-MODELS: dict[str, ToyConfig] = {
+_ARTICLE_MODELS: dict[str, ToyConfig] = {
     "dense": _DENSE,
     "looped": replace(_DENSE, num_blocks=1),
     "given": _GIVEN,
@@ -129,3 +140,37 @@ MODELS: dict[str, ToyConfig] = {
     "given-wd0.1": replace(_GIVEN, weight_decay=0.1),
 }
 """The models of both rounds, and the given routing with blocks that do not see the program."""
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "torch-block": {"block": "torch"},
+    "torch-defaults": {"block": "torch as it comes"},
+    "init0.09": {"initializer_range": 0.09},
+    "embedding0.02": {"embedding_std": 0.02, "place_std": 0.02},
+    "place0.02": {"place_std": 0.02},
+}
+"""Ways to fill what the article leaves unsaid; 0.09 is the deviation of torch's own first weights at this width."""
+
+CHOICE_MODELS = ("dense", "given", "learned")
+DISTINCT_MODELS = ("dense", "given", "given-blind", "learned")
+
+
+def choice_name(model: str, choice: str) -> str:
+    """A model of the article under one of `CHOICES`."""
+    return f"{model}-{choice}"
+
+
+def distinct_name(model: str) -> str:
+    """A model of the article on the primitives whose programs all differ."""
+    return f"{model}-distinct"
+
+
+MODELS: dict[str, ToyConfig] = (
+    _ARTICLE_MODELS
+    | {distinct_name(name): replace(_ARTICLE_MODELS[name], primitives=DISTINCT) for name in DISTINCT_MODELS}
+    | {
+        choice_name(name, choice): replace(_ARTICLE_MODELS[name], **changes)
+        for choice, changes in CHOICES.items()
+        for name in CHOICE_MODELS
+    }
+)
+"""All models by name: the article's, the main ones on distinct programs, and under each of `CHOICES`."""

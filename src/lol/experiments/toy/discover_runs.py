@@ -2,15 +2,18 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import tyro
+from safetensors.torch import save_file
 
 from lol.errors import UserError
 from lol.experiments.toy.beyond import BEYOND, TAKEN_AWAY
-from lol.experiments.toy.discover import RULES, DiscoverConfig, discover
-from lol.experiments.toy.runs import SplitKind, write_record
-from lol.experiments.toy.task import ARTICLE
+from lol.experiments.toy.discover import RULES, DiscoverConfig, Discovery, discover
+from lol.experiments.toy.line import Job, run_side_by_side
+from lol.experiments.toy.runs import SplitKind, weights_of, write_record
+from lol.experiments.toy.task import ARTICLE, DISTINCT
 
 _ORD = RULES["ord"]
 _SIX = replace(_ORD.toy, primitives=(*ARTICLE, "neg", "swap"), num_blocks=6, num_held_out=144)
@@ -24,6 +27,8 @@ DISCOVERIES: dict[str, DiscoverConfig] = RULES | {
     "mix-no-balance": replace(RULES["mix"], balance=0.0),
     "ord-8": replace(_ORD, toy=replace(_ORD.toy, num_blocks=8)),
     "mix-six": replace(RULES["mix"], toy=_SIX, explore_steps=2250, settle_steps=2250),
+    "ord-distinct": replace(_ORD, toy=replace(_ORD.toy, primitives=DISTINCT)),
+    "mix-distinct": replace(RULES["mix"], toy=replace(_ORD.toy, primitives=DISTINCT)),
     "ord-six": replace(_ORD, toy=_SIX, explore_steps=2400, settle_steps=2100),
     **TAKEN_AWAY,
     **BEYOND,
@@ -34,43 +39,113 @@ primitives; six primitives (72 of 216 programs trained, half as many steps again
 
 @dataclass(frozen=True)
 class ToyDiscover:
-    """Train a router that looks for the primitives, and write what came out.
+    """Train routers that look for the primitives, and write what came out: each name on each split with each seed.
 
-    Example: lol toy discover ord --seed 1 --split functions
+    Example: lol toy discover ord mix --seeds 5 --splits programs functions --jobs 2
     """
 
-    name: tyro.conf.Positional[str]
+    names: tyro.conf.Positional[tuple[str, ...]]
     """pc, mix, ord, or one of these with something changed: an unknown name lists them."""
     seed: int = 0
-    """Decides first weights and examples."""
-    split: SplitKind = "programs"
-    """Hold out 16 programs as the article does, or all programs of some functions."""
-    split_number: int = 0
-    """Which split of this kind."""
+    """Decides first weights and examples; with --seeds the first of them."""
+    seeds: int = 1
+    """How many seeds."""
+    splits: Annotated[tuple[SplitKind, ...], tyro.conf.arg(aliases=["--split"])] = ("programs",)
+    """Hold out 16 programs as the article does, all programs of some functions, or one after the other."""
+    split_numbers: Annotated[tuple[int, ...], tyro.conf.arg(aliases=["--split-number"])] = (0,)
+    """Which splits of each kind."""
+    jobs: int = 2
+    """Runs side by side, one thread each."""
     out: Path = Path("results/toy/discovery")
     """Folder of the records; a run whose record is there is not run again."""
 
 
-def toy_discover(command: ToyDiscover) -> None:
-    """Do one run, unless its record is there."""
-    if command.name not in DISCOVERIES:
-        raise UserError(f"there is no discovery {command.name}: {', '.join(DISCOVERIES)}")
-    config = DISCOVERIES[command.name]
-    config = replace(config, toy=replace(config.toy, split=command.split, split_number=command.split_number))
-    file = command.out / f"{command.name}.{command.split}-{command.split_number}.seed-{command.seed}.json"
-    if file.exists():
-        print(f"done before: {file}")
-        return
+@dataclass(frozen=True)
+class DiscoverRun:
+    """One discovery, one split, one seed."""
+
+    name: str
+    seed: int
+    split: SplitKind = "programs"
+    split_number: int = 0
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}.{self.split}-{self.split_number}.seed-{self.seed}"
+
+    @property
+    def config(self) -> DiscoverConfig:
+        if self.name not in DISCOVERIES:
+            raise UserError(f"there is no discovery {self.name}: {', '.join(DISCOVERIES)}")
+        config = DISCOVERIES[self.name]
+        return replace(config, toy=replace(config.toy, split=self.split, split_number=self.split_number))
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        """What to type for it after `lol`."""
+        split = ("--split", self.split, "--split-number", str(self.split_number))
+        return ("toy", "discover", self.name, "--seed", str(self.seed), *split)
+
+    def file(self, folder: Path) -> Path:
+        return folder / f"{self.title}.json"
+
+
+def toy_discover(command: ToyDiscover) -> int:
+    """Do what is not done: a single run in this process, more side by side; the number of runs that failed."""
+    wanted = discoveries_of(command)
+    for run in wanted:
+        _ = run.config
+    waiting = [run for run in wanted if not run.file(command.out).exists()]
+    if len(wanted) > 1:
+        print(f"{len(wanted)} runs, {len(wanted) - len(waiting)} done before")
+        jobs = [Job(run.title, (*run.args, "--out", str(command.out))) for run in waiting]
+        return run_side_by_side(jobs, command.jobs)
+    for run in waiting:
+        _discover(run, run.file(command.out))
+    if not waiting:
+        print(f"done before: {wanted[0].file(command.out)}")
+    return 0
+
+
+def discoveries_of(command: ToyDiscover) -> list[DiscoverRun]:
+    """The runs that a command asks for, so that every name has its first seed early.
+
+    Raises:
+        UserError: there are none.
+    """
+    wanted = [
+        DiscoverRun(name, seed, split, number)
+        for seed in range(command.seed, command.seed + command.seeds)
+        for split in command.splits
+        for number in command.split_numbers
+        for name in command.names
+    ]
+    if not wanted:
+        raise UserError(f"name at least one discovery, one seed and one split; there are {', '.join(DISCOVERIES)}")
+    return wanted
+
+
+def _discover(run: DiscoverRun, file: Path) -> None:
     torch.set_num_threads(1)
-    record, _ = discover(config, command.seed)
+    record, discovery = discover(run.config, run.seed)
     file.parent.mkdir(parents=True, exist_ok=True)
-    typed = (
-        f"lol toy discover {command.name} --seed {command.seed} --split {command.split} "
-        f"--split-number {command.split_number}"
-    )
-    write_record(file, {"model": command.name, "command": typed, **record})
+    save_file(_state_of(discovery), weights_of(file))
+    write_record(file, {"model": run.name, "command": " ".join(("lol", *run.args)), **record})
     held_out = record["held_out"]
     print(
         f"{file.stem}: trained {record['trained']['accuracy']} %, validation {record['validation']['accuracy']} %, "
         f"held out {held_out['accuracy']} %, separation {held_out['separation']:.2f}"
     )
+
+
+def _state_of(discovery: Discovery) -> dict[str, torch.Tensor]:
+    """Blocks and router in one file's names."""
+    parts = {"model": discovery.model, "router": discovery.router}
+    return {f"{part}.{name}": value for part, module in parts.items() for name, value in module.state_dict().items()}
+
+
+def restore(discovery: Discovery, state: dict[str, torch.Tensor]) -> None:
+    """Put the weights that a run wrote into a discovery of its configuration."""
+    for part, module in (("model", discovery.model), ("router", discovery.router)):
+        own = {name.removeprefix(f"{part}."): value for name, value in state.items() if name.startswith(f"{part}.")}
+        module.load_state_dict(own)

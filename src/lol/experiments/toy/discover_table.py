@@ -1,7 +1,5 @@
 """The table of discoveries, and the picture of a routing table that forms."""
 
-import json
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +8,14 @@ from matplotlib.figure import Figure
 
 from lol.experiments.toy.discover_runs import DISCOVERIES
 from lol.experiments.toy.figures import save_figure
+from lol.experiments.toy.records import Record, mean_of, read_records, split_of
 
-Record = dict[str, Any]
 _PICTURES = 6
 
 
 def read_discoveries(folder: Path) -> list[Record]:
     """All records of a folder, `ord` first, then in the order of `DISCOVERIES`, split, seed; none without a folder."""
-    order = ["ord", *DISCOVERIES]
-    records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
-    return sorted(records, key=lambda record: (order.index(record["model"]), _split_of(record), record["seed"]))
+    return read_records(folder, ["ord", *DISCOVERIES])
 
 
 def discovery_section(records: Sequence[Record]) -> str:
@@ -31,8 +27,8 @@ def discovery_section(records: Sequence[Record]) -> str:
         " trained % | separation, every seed |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, split in dict.fromkeys((record["model"], _split_of(record)) for record in records):
-        lines.append(_row(name, split, [r for r in records if (r["model"], _split_of(r)) == (name, split)]))
+    for name, split in dict.fromkeys((record["model"], split_of(record)) for record in records):
+        lines.append(_row(name, split, [r for r in records if (r["model"], split_of(r)) == (name, split)]))
     return "\n".join([*lines, "", f"From `lol toy discover`, one line each: `{records[0]['command']}`.", ""])
 
 
@@ -66,15 +62,10 @@ def _rows(moment: dict[str, Any], rule: str) -> list[list[float]]:
     return [row for step in scores for row in step]
 
 
-def _split_of(record: Record) -> str:
-    toy = record["config"]["toy"]
-    return f"{toy['split']} {toy['split_number']}"
-
-
 def _row(name: str, split: str, records: Sequence[Record]) -> str:
     def mean(side: str, key: str = "accuracy") -> str:
-        values = [record[side][key] for record in records if record[side][key] is not None]
-        return f"{statistics.mean(values):.1f}" if values else "–"
+        value = mean_of(records, side, key)
+        return "–" if value is None else f"{value:.1f}"
 
     def every(key: str, digits: int) -> str:
         return ", ".join(f"{record['held_out'][key]:.{digits}f}" for record in records)

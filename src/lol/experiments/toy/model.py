@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lol.experiments.toy.config import Between, ToyConfig
 from lol.experiments.toy.task import BASE, NUM_DIGITS
+from lol.experiments.toy.torch_blocks import TorchBlocks
 from lol.model.base import LoLPreTrainedModel
 from lol.model.layers import RMSNorm
 from lol.model.library import Dispatch, Library, Shelf
@@ -75,9 +76,15 @@ class ToyModel(LoLPreTrainedModel):
             bias_shape = (config.num_blocks,) if config.balance_scope == "global" else (config.steps, config.num_blocks)
             self.register_buffer("expert_bias", torch.zeros(bias_shape))
         self.post_init()
-        for embedding in (self.digit_embedding, self.program_embedding, self.place_embedding):
+        for embedding in (self.digit_embedding, self.program_embedding):
             nn.init.normal_(embedding.weight, std=config.embedding_std)
+        nn.init.normal_(self.place_embedding.weight, std=config.place_std)
         nn.init.zeros_(self.head.bias)
+        if config.block != "library":
+            # After `post_init`, which starts weights in the library's way.
+            self.library = TorchBlocks(config.num_blocks, d, config.num_heads, config.block == "torch as it comes")
+            self.norm = nn.LayerNorm(d)
+            self.head.reset_parameters()
         if config.between == "digits":
             # A head that cannot read digits yet would hand the next block the same mean embedding at every place.
             self.head.weight.data.copy_(self.digit_embedding.weight.data / d**0.5)
@@ -115,8 +122,7 @@ class ToyModel(LoLPreTrainedModel):
         if instruction is not None and not self.toy.blind:
             x = torch.cat([x, instruction], dim=1)
         x = x + self.place_embedding.weight
-        shelf, length = self.library(), x.shape[1]
-        shelf = pack(shelf) if self.packs_shelf else shelf
+        shelf, length = self._take_shelf(), x.shape[1]
         state, states = x.flatten(0, 1), [x]
         experts, router_logits = [], []
         for step in range(steps):
@@ -162,11 +168,18 @@ class ToyModel(LoLPreTrainedModel):
             return digits
         return torch.where(torch.rand((len(state), 1, 1), generator=generator) < 0.5, digits, state)
 
-    def _run(self, state: Tensor, shelf: Shelf | Packed, expert: Tensor, weight: Tensor) -> Tensor:
-        return self.dispatch(state, shelf, _one_window_each(expert.shape[0], state.shape[0] // expert.shape[0]),
-                             expert, weight, None)  # fmt: skip
+    def _take_shelf(self) -> Shelf | Packed | TorchBlocks:
+        if isinstance(self.library, TorchBlocks):
+            return self.library
+        return pack(self.library()) if self.packs_shelf else self.library()
 
-    def _mix(self, state: Tensor, shelf: Shelf | Packed, shares: Float[Tensor, "B L"]) -> Tensor:
+    def _run(self, state: Tensor, shelf: Shelf | Packed | TorchBlocks, expert: Tensor, weight: Tensor) -> Tensor:
+        examples, length = expert.shape[0], state.shape[0] // expert.shape[0]
+        if isinstance(shelf, TorchBlocks):
+            return shelf(state.view(examples, length, -1), expert, weight).flatten(0, 1)
+        return self.dispatch(state, shelf, _one_window_each(examples, length), expert, weight, None)
+
+    def _mix(self, state: Tensor, shelf: Shelf | Packed | TorchBlocks, shares: Float[Tensor, "B L"]) -> Tensor:
         """s + Σ_m share_m (E_m(s) - s): every block on a copy of every window."""
         batch, blocks = shares.shape
         copies = state.repeat(blocks, 1)

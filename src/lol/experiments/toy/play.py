@@ -6,8 +6,9 @@ on the way too, the blocks share one code for them.
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from torch import Tensor
 
 from lol.errors import UserError
 from lol.experiments.toy.config import ToyConfig
+from lol.experiments.toy.discover import DiscoverConfig, Discovery
+from lol.experiments.toy.discover_runs import restore
 from lol.experiments.toy.model import ToyModel, ToyOutput
 from lol.experiments.toy.runs import weights_of
-from lol.experiments.toy.task import NUM_DIGITS, PRIMITIVES, Program, Split, split_programs
+from lol.experiments.toy.task import NUM_DIGITS, PRIMITIVES, Program, split_programs
 from lol.experiments.toy.train import given_path
 
 
@@ -35,15 +38,33 @@ class ToyPlay:
     """
 
     record: tyro.conf.Positional[Path]
-    """The record that `lol toy run` wrote; the weights are beside it."""
+    """The record that `lol toy run` or `lol toy discover` wrote; the weights are beside it."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run left behind."""
+
+    model: ToyModel
+    find_path: Callable[[Int[Tensor, "B S"]], Int[Tensor, "B S"] | None]
+    """The blocks of each program; `None` where the model's own router chooses."""
+    known: tuple[Program, ...]
+    """The programs that were trained on."""
+    record: dict[str, Any]
+
+    @torch.no_grad()
+    def answer(self, digits: Int[Tensor, "N"], program: Program) -> ToyOutput:
+        """The pass of one example."""
+        programs = torch.tensor([program])
+        return self.model(digits[None], programs, path=self.find_path(programs))
 
 
 def play(command: ToyPlay) -> None:
     """Answer each line of standard input with its table, until an empty line or the end."""
-    model, record = load_run(command.record)
-    config = model.toy
-    split = split_programs(config.task, config.split, config.split_number, config.num_held_out)
+    trained = load_run(command.record)
+    config = trained.model.toy
     console = Console(highlight=False)
+    record = trained.record
     shares = ", ".join(f"{side.replace('_', ' ')} {record[side]['accuracy']} %" for side in ("trained", "held_out"))
     names = ", ".join(config.primitives)
     console.print(f"{command.record.stem}: {shares}", soft_wrap=True)
@@ -54,30 +75,44 @@ def play(command: ToyPlay) -> None:
         except UserError as error:
             console.print(str(error), soft_wrap=True)
             continue
-        console.print(_table(model, digits, program))
-        console.print(f"This program was {kind_of(program, config, split)}.", soft_wrap=True)
+        console.print(_table(trained, digits, program))
+        console.print(f"This program was {kind_of(program, config, trained.known)}.", soft_wrap=True)
 
 
-def load_run(file: Path) -> tuple[ToyModel, dict[str, Any]]:
-    """The trained model of a run, and the run's record.
+def load_run(file: Path) -> Trained:
+    """What a run trained, from its record and the weights beside it.
 
     Raises:
         UserError: the file is no record of a run, or the weights are not beside it.
     """
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        settings = record["config"]
-        config = ToyConfig(**settings | {"primitives": tuple(settings["primitives"])})
+        config = _read_config(record["config"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is no record of a toy run ({error}): name a file that `lol toy run` wrote") from None
+        raise UserError(
+            f"{file} is no record of a toy run ({error}): name a file that `lol toy run` or `lol toy discover` wrote"
+        ) from None
     if not weights_of(file).exists():
         raise UserError(
             f"{weights_of(file)} is missing: weights are not kept with the results. Train them again with "
             f"`{record['command']} --out FOLDER`, and name the record in that folder"
         )
+    weights = load_file(weights_of(file))
+    if isinstance(config, DiscoverConfig):
+        discovery = Discovery(config, record["seed"])
+        restore(discovery, weights)
+        return Trained(discovery.model.eval(), discovery.router.path, discovery.trained, record)
     model = ToyModel(config)
-    model.load_state_dict(load_file(weights_of(file)))
-    return model.eval(), record
+    model.load_state_dict(weights)
+    split = split_programs(config.task, config.split, config.split_number, config.num_held_out)
+    return Trained(model.eval(), partial(given_path, config), split.trained, record)
+
+
+def _read_config(settings: dict[str, Any]) -> ToyConfig | DiscoverConfig:
+    """The settings of a record; a discovery's have the toy's among them."""
+    toy = settings.get("toy", settings)
+    config = ToyConfig(**toy | {"primitives": tuple(toy["primitives"])})
+    return DiscoverConfig(**settings | {"toy": config}) if "toy" in settings else config
 
 
 def read_line(line: str, config: ToyConfig) -> tuple[Int[Tensor, "N"], Program]:
@@ -95,19 +130,17 @@ def read_line(line: str, config: ToyConfig) -> tuple[Int[Tensor, "N"], Program]:
     return torch.tensor([int(digit) for digit in digits]), tuple(numbers)
 
 
-def kind_of(program: Program, config: ToyConfig, split: Split) -> str:
+def kind_of(program: Program, config: ToyConfig, known: tuple[Program, ...]) -> str:
     """Whether training saw a program, or one that computes the same."""
-    if program in split.trained:
+    if program in known:
         return "trained"
     functions = config.task.functions
-    seen = any(functions[other] == functions[program] for other in split.trained)
+    seen = any(functions[other] == functions[program] for other in known)
     return "held out" + (", but a trained one computes the same function" if seen else ", and its function too")
 
 
-@torch.no_grad()
-def _table(model: ToyModel, digits: Tensor, program: Program) -> Table:
-    programs = torch.tensor([program])
-    output = model(digits[None], programs, path=given_path(model.toy, programs))
+def _table(trained: Trained, digits: Tensor, program: Program) -> Table:
+    model, output = trained.model, trained.answer(digits, program)
     table = Table(box=None, pad_edge=False)
     for head in ("step", "block", "weight", "state", "right would be"):
         table.add_column(head, justify="right" if head in ("block", "weight") else "left")

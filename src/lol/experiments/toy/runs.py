@@ -5,10 +5,7 @@ A run is a file `MODEL.SPLIT-NUMBER.seed-S.json`, written whole or not at all, a
 
 import json
 import os
-import subprocess
-import sys
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +13,11 @@ import torch
 
 from lol.errors import UserError
 from lol.experiments.toy.config import MODELS, ToyConfig
+from lol.experiments.toy.line import Job, run_side_by_side
 from lol.experiments.toy.train import run as run_config
-from lol.train.progress import duration
 
 SplitKind = Literal["programs", "functions"]
 _FIRST_ROW = ("dense", "given", "given-step-primitive", "learned")
-_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -39,9 +35,7 @@ class Run:
 
     @property
     def config(self) -> ToyConfig:
-        if self.model not in MODELS:
-            raise UserError(f"there is no toy model {self.model}: {', '.join(MODELS)}")
-        return replace(MODELS[self.model], split=self.split, split_number=self.split_number)
+        return replace(config_of(self.model), split=self.split, split_number=self.split_number)
 
     def file(self, folder: Path) -> Path:
         return folder / f"{self.name}.json"
@@ -68,7 +62,7 @@ class ToyRun:
 
 @dataclass(frozen=True)
 class ToyAll:
-    """Do all runs of the article's two rounds that are not done yet.
+    """Do all runs that are not done yet: the article's two rounds, distinct programs, what the article leaves unsaid.
 
     Example: lol toy all --splits programs functions --jobs 2
     """
@@ -85,6 +79,13 @@ class ToyAll:
     """Runs side by side, one thread each."""
     out: Path = Path("results/toy/runs")
     """Folder of the records."""
+
+
+def config_of(model: str) -> ToyConfig:
+    """The settings of a model. Raises UserError where there is none of this name."""
+    if model not in MODELS:
+        raise UserError(f"there is no toy model {model}: {', '.join(MODELS)}")
+    return MODELS[model]
 
 
 def toy_run(command: ToyRun) -> None:
@@ -128,61 +129,23 @@ def runs_of(command: ToyAll) -> list[Run]:
         for seed in range(max(seeds.values(), default=0))
         for split in command.splits
         for model in command.models
-        if seed < seeds[model]
+        if seed < seeds[model] and not _splits_alike(model, split, command.splits)
     ]
+
+
+def _splits_alike(model: str, split: SplitKind, splits: tuple[SplitKind, ...]) -> bool:
+    """Where all programs differ, a split by functions is the split by programs, which is asked for too."""
+    return split == "functions" and "programs" in splits and config_of(model).task.is_distinct
 
 
 def toy_all(command: ToyAll) -> int:
     """Do what is not done, `jobs` processes at a time; the number of runs that failed."""
     wanted = runs_of(command)
-    for run in wanted:
-        _ = run.config
     waiting = [run for run in wanted if not run.file(command.out).exists()]
     print(f"{len(wanted)} runs, {len(wanted) - len(waiting)} done before")
-    line = _Line(command.out)
-    try:
-        while waiting or line.running:
-            while waiting and len(line.running) < command.jobs:
-                line.start(waiting.pop(0))
-            line.reap(len(waiting))
-            time.sleep(_POLL_SECONDS)
-    finally:
-        line.stop()
-    return line.failed
+    return run_side_by_side([_job(run, command.out) for run in waiting], command.jobs)
 
 
-@dataclass
-class _Line:
-    """The runs under way."""
-
-    out: Path
-    running: dict[subprocess.Popen, Run] = field(default_factory=dict)
-    began: float = field(default_factory=time.monotonic)
-    done: int = 0
-    failed: int = 0
-
-    def start(self, run: Run) -> None:
-        flags = ["--seed", str(run.seed), "--split", run.split, "--split-number", str(run.split_number)]
-        command = [sys.executable, "-m", "lol", "toy", "run", run.model, *flags, "--out", str(self.out)]
-        process = subprocess.Popen(
-            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
-        )
-        self.running[process] = run
-
-    def reap(self, waiting: int) -> None:
-        for process in [process for process in self.running if process.poll() is not None]:
-            run = self.running.pop(process)
-            self.done += 1
-            said = process.communicate()[0].strip()
-            if process.returncode:
-                self.failed += 1
-                said = f"{run.name}: failed (its error is above)"
-            each = (time.monotonic() - self.began) / self.done
-            left = duration(each * (waiting + len(self.running) * 0.5))
-            print(f"{said}  ({self.done}/{self.done + len(self.running) + waiting}, {left} left)", flush=True)
-
-    def stop(self) -> None:
-        for process in self.running:
-            process.terminate()
-        for process in self.running:
-            process.wait()
+def _job(run: Run, out: Path) -> Job:
+    flags = ("--seed", str(run.seed), "--split", run.split, "--split-number", str(run.split_number))
+    return Job(run.name, ("toy", "run", run.model, *flags, "--out", str(out)))

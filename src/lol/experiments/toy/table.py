@@ -1,18 +1,15 @@
 """The toy's tables and figures, from the records of its runs and beside the article's numbers."""
 
-import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lol.errors import UserError
-from lol.experiments.toy.config import MODELS
+from lol.experiments.toy.config import CHOICE_MODELS, CHOICES, MODELS, choice_name
 from lol.experiments.toy.discover_table import discovery_section, draw_forming, read_discoveries
 from lol.experiments.toy.figures import draw_held_out, draw_routing, draw_separation
-
-Record = dict[str, Any]
+from lol.experiments.toy.orderings import orderings_section
+from lol.experiments.toy.records import Record, mean_of, primitives_of, read_records, split_of
 
 ARTICLE: dict[str, str] = {
     "dense": "25.5 (13.9-33.8; round one 9.8)",
@@ -52,72 +49,78 @@ class ToyTable:
     discovery: Path = Path("results/toy/discovery")
     """Folder of the records of `lol toy discover`; it may be missing."""
     out: Path = Path("results/toy")
-    """Folder that is written: table.md, held-out.svg, separation.svg, routing.svg, forming.svg."""
+    """Folder that is written: table.md, held-out.svg, unsaid.svg, separation.svg, routing.svg, forming.svg."""
 
 
 def toy_table(command: ToyTable) -> str:
     """Write the files; returns the table's text. Raises UserError without records."""
-    records = read_records(command.runs)
+    records = read_records(command.runs, list(MODELS))
     if not records:
         raise UserError(f"there are no records in {command.runs}: start some with `lol toy all --out {command.runs}`")
-    text = "\n".join(_section(split, records) for split in sorted({split_of(record) for record in records}))
-    command.out.mkdir(parents=True, exist_ok=True)
+    main = [record for record in records if record["model"] not in _CHOSEN]
+    groups = _group(main)
+    sections = [_section(name, group) for name, group in groups.items()]
+    if groups:
+        sections.append(orderings_section(groups))
+    if len(main) < len(records):
+        sections += [_unsaid_section(split, records) for split in sorted({split_of(record) for record in records})]
     discoveries = read_discoveries(command.discovery)
+    command.out.mkdir(parents=True, exist_ok=True)
     if discoveries:
-        text += "\n" + discovery_section(discoveries)
+        sections.append(discovery_section(discoveries))
         draw_forming(discoveries[0], command.out / "forming.svg")
+    text = "\n".join(sections)
     (command.out / "table.md").write_text(text, encoding="utf-8")
-    draw_held_out(records, command.out / "held-out.svg")
-    draw_separation(records, command.out / "separation.svg")
-    draw_routing(records, command.out / "routing.svg")
+    _draw(main, records, command.out)
     return text
 
 
-def read_records(folder: Path) -> list[Record]:
-    """All records of a folder, in the order of the article's models, then of split and seed."""
-    order = list(MODELS)
-    records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
-    return sorted(records, key=lambda record: (order.index(record["model"]), split_of(record), record["seed"]))
+_CHOSEN = {choice_name(model, choice) for model in CHOICE_MODELS for choice in CHOICES}
 
 
-def split_of(record: Record) -> str:
-    """Name of the split: its kind and number."""
-    return f"{record['config']['split']}-{record['config']['split_number']}"
+def _group(records: Sequence[Record]) -> dict[str, Sequence[Record]]:
+    """The records by primitives and split, under what the heading says of them."""
+    groups: dict[str, list[Record]] = {}
+    for record in sorted(records, key=lambda record: (primitives_of(record), split_of(record))):
+        kind, number = split_of(record).split()
+        held_out = {"programs": "any programs held out", "functions": "whole functions held out"}[kind]
+        groups.setdefault(f"{primitives_of(record)}, {held_out} (split {number})", []).append(record)
+    return dict(groups)
 
 
-def _section(split: str, records: Sequence[Record]) -> str:
-    kind, number = split.split("-")
-    what = "any programs held out" if kind == "programs" else "whole functions held out"
+def _draw(main: Sequence[Record], records: Sequence[Record], out: Path) -> None:
+    if main:
+        draw_held_out(main, out / "held-out.svg")
+        draw_separation(main, out / "separation.svg")
+        draw_routing(main, out / "routing.svg")
+    if len(main) < len(records):
+        compared = [record for record in records if record["model"] in _CHOSEN | set(CHOICE_MODELS)]
+        draw_held_out(compared, out / "unsaid.svg")
+
+
+def _section(name: str, records: Sequence[Record]) -> str:
     lines = [
-        f"## Split {number}: {what}",
+        f"## {name[0].upper()}{name[1:]}",
         "",
         "| model | held out %, mean | every seed | article | trained % | separation | depth concentration |"
         " mode path forced % | kept soft % |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for model in dict.fromkeys(record["model"] for record in records):
-        own = [record for record in records if record["model"] == model and split_of(record) == split]
-        if own:
-            lines.append(_row(model, own))
-    return "\n".join([*lines, "", f"From `lol toy all`, one line each: `{own_commands(records, split)}`.", ""])
-
-
-def own_commands(records: Sequence[Record], split: str) -> str:
-    """The command of the first run of a split; the others differ in model and seed."""
-    return next(record["command"] for record in records if split_of(record) == split)
+        lines.append(_row(model, [record for record in records if record["model"] == model]))
+    return "\n".join([*lines, "", f"From `lol toy all`, one line each: `{records[0]['command']}`.", ""])
 
 
 def _row(model: str, records: Sequence[Record]) -> str:
     def mean(side: str, key: str, digits: int) -> str:
-        values = [record[side][key] for record in records if key in record[side]]
-        return f"{statistics.mean(values):.{digits}f}" if values else ""
+        value = mean_of(records, side, key)
+        return "" if value is None else f"{value:.{digits}f}"
 
-    seeds = ", ".join(f"{record['held_out']['accuracy']:.1f}" for record in records)
     cells = [
         model,
         f"**{mean('held_out', 'accuracy', 1)}**",
-        seeds,
-        ARTICLE[model],
+        _every_seed(records),
+        ARTICLE.get(model, "–"),
         mean("trained", "accuracy", 1),
         mean("trained", "separation", 2),
         mean("trained", "depth_concentration", 2),
@@ -125,3 +128,31 @@ def _row(model: str, records: Sequence[Record]) -> str:
         mean("held_out", "soft_accuracy", 1),
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def _unsaid_section(split: str, records: Sequence[Record]) -> str:
+    """A row for each way to fill what the article leaves unsaid, ours first; a column for each model."""
+    own = [record for record in records if split_of(record) == split]
+    lines = [
+        f"## What the article leaves unsaid (split {split})",
+        "",
+        "Held out %: mean (every seed).",
+        "",
+        f"| choice | {' | '.join(CHOICE_MODELS)} |",
+        f"|---|{'---|' * len(CHOICE_MODELS)}",
+        f"| article | {' | '.join(ARTICLE[model] for model in CHOICE_MODELS)} |",
+    ]
+    for choice in ("ours", *CHOICES):
+        names = CHOICE_MODELS if choice == "ours" else [choice_name(model, choice) for model in CHOICE_MODELS]
+        cells = [_cell([record for record in own if record["model"] == name]) for name in names]
+        lines.append(f"| {choice} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _cell(records: Sequence[Record]) -> str:
+    mean = mean_of(records, "held_out", "accuracy")
+    return "–" if mean is None else f"**{mean:.1f}** ({_every_seed(records)})"
+
+
+def _every_seed(records: Sequence[Record]) -> str:
+    return ", ".join(f"{record['held_out']['accuracy']:.1f}" for record in records)

@@ -24,12 +24,18 @@ PRIMITIVES: dict[str, Callable[[Tensor], Tensor]] = {
     "mul3": lambda digits: digits * 3 % BASE,
     "neg": lambda digits: -digits % BASE,
     "swap": lambda digits: digits.unflatten(-1, (-1, 2)).flip(-1).flatten(-2),
+    "rot5": lambda digits: torch.cat([digits[..., :5].roll(-1, -1), digits[..., 5:]], -1),
+    "ramp": lambda digits: (digits + torch.arange(NUM_DIGITS)) % BASE,
+    "mul3left": lambda digits: torch.cat([digits[..., :4] * 3 % BASE, digits[..., 4:]], -1),
     "same": lambda digits: digits.clone(),
 }
 """Each maps digits (…, N) to digits: add 1, reverse, rotate left by one, times 3; negate, swap neighbours in pairs;
-nothing."""
+rotate the first five left by one, add to each digit its place from 0, times 3 in the left half; nothing."""
 
 ARTICLE = ("inc", "rev", "rot", "mul3")
+DISTINCT = ("rot", "rot5", "ramp", "mul3left")
+"""Four primitives whose 64 programs of three steps compute 64 functions, as the article's do not. None is its own
+inverse (a a b would be b a a) and no two commute. (Found by enumeration here.)"""
 # Enough inputs to tell programs apart: two that agree on all of them are equal but for a chance of 10^-100.
 _PROBES = 32
 
@@ -78,6 +84,11 @@ class Task:
         generator = torch.Generator().manual_seed(0)
         probes = torch.randint(BASE, (_PROBES, NUM_DIGITS), generator=generator)
         return self.run(probes, program).numpy().tobytes()
+
+    @property
+    def is_distinct(self) -> bool:
+        """Whether no two programs compute the same function."""
+        return len(set(self.functions.values())) == len(self.programs)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,42 @@
+"""Records of runs and discoveries, as the tables and figures read them."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lol.experiments.toy.task import ARTICLE, DISTINCT
+
+Record = dict[str, Any]
+
+_SETS = {ARTICLE: "the article's primitives", DISTINCT: "primitives whose programs all differ"}
+
+
+def read_records(folder: Path, order: Sequence[str]) -> list[Record]:
+    """All records of a folder, in this order of models, then of split and seed; none without a folder."""
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
+    return sorted(records, key=lambda record: (order.index(record["model"]), split_of(record), record["seed"]))
+
+
+def toy_of(record: Record) -> dict[str, Any]:
+    """The settings of the toy itself: a discovery has more around them."""
+    return record["config"].get("toy", record["config"])
+
+
+def split_of(record: Record) -> str:
+    """Name of the split: its kind and number."""
+    toy = toy_of(record)
+    return f"{toy['split']} {toy['split_number']}"
+
+
+def primitives_of(record: Record) -> str:
+    """What the set of primitives is called in a heading."""
+    primitives = tuple(toy_of(record)["primitives"])
+    return _SETS.get(primitives, f"{len(primitives)} primitives")
+
+
+def mean_of(records: Sequence[Record], side: str, key: str) -> float | None:
+    """The mean of what these records say of a side (trained, held_out); `None` where none says it."""
+    values = [record[side][key] for record in records if record[side].get(key) is not None]
+    return statistics.mean(values) if values else None
