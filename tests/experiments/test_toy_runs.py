@@ -96,11 +96,12 @@ def test_first_rows_have_five_seeds():
     assert Run("given", 1, "functions", 2).name == "given.functions-2.seed-1"
 
 
-def test_distinct_programs_have_one_kind_of_split():
-    both = runs_of(ToyAll(models=("given", "given-distinct"), seeds=1))
+def test_distinct_programs_have_one_kind_of_split_and_choices_need_one():
+    both = runs_of(ToyAll(models=("given", "given-distinct", "given-place0.02"), seeds=1))
     assert [one.name for one in both] == [
         "given.programs-0.seed-0",
         "given-distinct.programs-0.seed-0",
+        "given-place0.02.programs-0.seed-0",
         "given.functions-0.seed-0",
     ]
     config = MODELS["given-distinct"]

@@ -46,8 +46,8 @@ def test_the_table_has_every_seed_and_the_articles_numbers(folder: Path, capsys:
     assert by_name["learned"][7] == "0.0"
     assert by_name["mix"][1:4] == ["programs 0", "**0.0**", "0.0"]
     assert [line for line in said.splitlines() if line.startswith("## ")] == [
-        "## Primitives whose programs all differ, any programs held out (split 0)",
         "## The article's primitives, any programs held out (split 0)",
+        "## Primitives whose programs all differ, any programs held out (split 0)",
         "## The article's orderings",
         "## What the article leaves unsaid (split programs 0)",
         "## Routers that look for the primitives",

@@ -164,13 +164,15 @@ def distinct_name(model: str) -> str:
     return f"{model}-distinct"
 
 
+CHOSEN_MODELS: dict[str, ToyConfig] = {
+    choice_name(name, choice): replace(_ARTICLE_MODELS[name], **changes)
+    for name in CHOICE_MODELS
+    for choice, changes in CHOICES.items()
+}
+
 MODELS: dict[str, ToyConfig] = (
     _ARTICLE_MODELS
     | {distinct_name(name): replace(_ARTICLE_MODELS[name], primitives=DISTINCT) for name in DISTINCT_MODELS}
-    | {
-        choice_name(name, choice): replace(_ARTICLE_MODELS[name], **changes)
-        for choice, changes in CHOICES.items()
-        for name in CHOICE_MODELS
-    }
+    | CHOSEN_MODELS
 )
 """All models by name: the article's, the main ones on distinct programs, and under each of `CHOICES`."""

@@ -34,7 +34,7 @@ def draw_held_out(records: Sequence[dict[str, Any]], file: Path) -> None:
                 axes.plot([mean, mean], [height - 0.14, height + 0.14], color=color, linewidth=2)
         axes.scatter([], [], s=22, color=color, label=label)
     axes.set_yticks(range(len(models)), models)
-    axes.invert_yaxis()
+    axes.set_ylim(len(models) - 0.4, -0.6)
     axes.set_xlim(-2, 102)
     axes.set_xlabel("held-out programs, % with all eight digits right; a dot per seed, a bar at the mean")
     axes.legend(frameon=False, loc="lower right", fontsize=8)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from lol.errors import UserError
-from lol.experiments.toy.config import MODELS, ToyConfig
+from lol.experiments.toy.config import CHOSEN_MODELS, MODELS, ToyConfig
 from lol.experiments.toy.line import Job, run_side_by_side
 from lol.experiments.toy.train import run as run_config
 
@@ -129,13 +129,13 @@ def runs_of(command: ToyAll) -> list[Run]:
         for seed in range(max(seeds.values(), default=0))
         for split in command.splits
         for model in command.models
-        if seed < seeds[model] and not _splits_alike(model, split, command.splits)
+        if seed < seeds[model] and (split == command.splits[0] or not _needs_one_split(model))
     ]
 
 
-def _splits_alike(model: str, split: SplitKind, splits: tuple[SplitKind, ...]) -> bool:
-    """Where all programs differ, a split by functions is the split by programs, which is asked for too."""
-    return split == "functions" and "programs" in splits and config_of(model).task.is_distinct
+def _needs_one_split(model: str) -> bool:
+    """Where all programs differ the kinds of split are one; choices are compared on one."""
+    return config_of(model).task.is_distinct or model in CHOSEN_MODELS
 
 
 def toy_all(command: ToyAll) -> int:

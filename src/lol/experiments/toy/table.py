@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lol.errors import UserError
-from lol.experiments.toy.config import CHOICE_MODELS, CHOICES, MODELS, choice_name
+from lol.experiments.toy.config import CHOICE_MODELS, CHOICES, CHOSEN_MODELS, MODELS, choice_name
 from lol.experiments.toy.discover_table import discovery_section, draw_forming, read_discoveries
 from lol.experiments.toy.figures import draw_held_out, draw_routing, draw_separation
 from lol.experiments.toy.orderings import orderings_section
 from lol.experiments.toy.records import Record, mean_of, primitives_of, read_records, split_of
+from lol.experiments.toy.task import ARTICLE as ARTICLE_PRIMITIVES
 
 ARTICLE: dict[str, str] = {
     "dense": "25.5 (13.9-33.8; round one 9.8)",
@@ -57,13 +58,14 @@ def toy_table(command: ToyTable) -> str:
     records = read_records(command.runs, list(MODELS))
     if not records:
         raise UserError(f"there are no records in {command.runs}: start some with `lol toy all --out {command.runs}`")
-    main = [record for record in records if record["model"] not in _CHOSEN]
+    main = [record for record in records if record["model"] not in CHOSEN_MODELS]
     groups = _group(main)
     sections = [_section(name, group) for name, group in groups.items()]
     if groups:
         sections.append(orderings_section(groups))
     if len(main) < len(records):
-        sections += [_unsaid_section(split, records) for split in sorted({split_of(record) for record in records})]
+        chosen = [record for record in records if record["model"] in CHOSEN_MODELS]
+        sections += [_unsaid_section(split, records) for split in sorted({split_of(record) for record in chosen})]
     discoveries = read_discoveries(command.discovery)
     command.out.mkdir(parents=True, exist_ok=True)
     if discoveries:
@@ -75,17 +77,20 @@ def toy_table(command: ToyTable) -> str:
     return text
 
 
-_CHOSEN = {choice_name(model, choice) for model in CHOICE_MODELS for choice in CHOICES}
-
-
 def _group(records: Sequence[Record]) -> dict[str, Sequence[Record]]:
     """The records by primitives and split, under what the heading says of them."""
     groups: dict[str, list[Record]] = {}
-    for record in sorted(records, key=lambda record: (primitives_of(record), split_of(record))):
+    for record in sorted(records, key=_place_of):
         kind, number = split_of(record).split()
         held_out = {"programs": "any programs held out", "functions": "whole functions held out"}[kind]
         groups.setdefault(f"{primitives_of(record)}, {held_out} (split {number})", []).append(record)
     return dict(groups)
+
+
+def _place_of(record: Record) -> tuple[bool, bool, str]:
+    """The article's primitives come first, and its kind of split."""
+    config = record["config"]
+    return tuple(config["primitives"]) != ARTICLE_PRIMITIVES, config["split"] != "programs", split_of(record)
 
 
 def _draw(main: Sequence[Record], records: Sequence[Record], out: Path) -> None:
@@ -94,7 +99,10 @@ def _draw(main: Sequence[Record], records: Sequence[Record], out: Path) -> None:
         draw_separation(main, out / "separation.svg")
         draw_routing(main, out / "routing.svg")
     if len(main) < len(records):
-        compared = [record for record in records if record["model"] in _CHOSEN | set(CHOICE_MODELS)]
+        kinds = {record["config"]["split"] for record in records if record["model"] in CHOSEN_MODELS}
+        own = [record for record in records if record["config"]["split"] in kinds]
+        by_model = [name for model in CHOICE_MODELS for name in (model, *(choice_name(model, c) for c in CHOICES))]
+        compared = [record for name in by_model for record in own if record["model"] == name]
         draw_held_out(compared, out / "unsaid.svg")
 
 
