@@ -17,6 +17,7 @@ from lol.experiments.toy.discover import (
     programs_of_length,
     selection_programs,
 )
+from lol.experiments.toy.discover_table import discovery_section
 from lol.experiments.toy.instruction import InstructionRouter
 from lol.experiments.toy.model import ToyModel
 from lol.experiments.toy.task import Task
@@ -194,3 +195,19 @@ def test_the_state_between_blocks():
 def test_settings_that_contradict_each_other(changes, said: str):
     with pytest.raises(UserError, match=said):
         replace(RULES["ord"], **changes)
+
+
+def test_lengths_have_their_table():
+    def record(seed: int, one: float | None, four: float) -> dict:
+        held_out = {"accuracy": 50.0, "separation": 1.0, "known_functions": None, "new_functions": 50.0}
+        held_out |= {"lengths": {"1": one, "4": four}, "lengths_as_digits": {"1": 100.0, "4": 90.0}}
+        side = {"accuracy": 99.0}
+        toy = {"split": "functions", "split_number": 0}
+        return {"model": "ord-noise", "seed": seed, "command": "lol toy discover ord-noise", "config": {"toy": toy},
+                "held_out": held_out, "validation": side, "trained": side}  # fmt: skip
+
+    text = discovery_section([record(0, None, 10.0), record(1, 40.0, 20.0)])
+    assert "| ord-noise | functions 0 | 2 | 40.0 / 100.0 | 15.0 / 90.0 |" in text
+    plain = record(0, 1.0, 1.0)
+    del plain["held_out"]["lengths"]
+    assert "other lengths" not in discovery_section([plain])

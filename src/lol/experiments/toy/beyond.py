@@ -9,7 +9,7 @@ from lol.experiments.toy.discover import RULES, DiscoverConfig
 from lol.experiments.toy.task import ARTICLE, DISTINCT
 
 _ORD, _MIX = RULES["ord"], RULES["mix"]
-_OTHER_LENGTHS = (1, 2, 4, 5, 8, 16)
+_OTHER_LENGTHS = (1, 2, 4, 5, 6, 8, 9, 16)
 _TIED = replace(_ORD, rule="pc", tied=True, lengths_tested=_OTHER_LENGTHS)
 _FOUR_STEPS = replace(_ORD.toy, steps=4, num_held_out=64)
 _NOISE = replace(_ORD.toy, between="noise")
@@ -38,6 +38,9 @@ BEYOND: dict[str, DiscoverConfig] = {
     "ord-lengths-tested": replace(_ORD, lengths_tested=_OTHER_LENGTHS),
     "pc-tied": _TIED,
     "pc-lengths": replace(_TIED, lengths=(1, 2, 3)),
+    "pc-two-lengths": replace(_TIED, lengths=(2, 3)),
+    "pc-digits-at-random": replace(_TIED, toy=_AT_RANDOM),
+    "pc-two-lengths-digits-at-random": replace(_TIED, lengths=(2, 3), toy=_AT_RANDOM),
     "ord-noise": replace(_ORD, toy=_NOISE, lengths_tested=_OTHER_LENGTHS),
     "ord-digits": replace(_ORD, toy=replace(_ORD.toy, between="digits"), lengths_tested=_OTHER_LENGTHS),
     "ord-digits-at-random": replace(_ORD, toy=_AT_RANDOM, lengths_tested=_OTHER_LENGTHS),
@@ -51,4 +54,8 @@ BEYOND: dict[str, DiscoverConfig] = {
 """More blocks than primitives; programs of four steps (192 of 256 trained, half as many steps again); any reading map,
 on the article's task and with a primitive that does nothing; programs of other lengths than the trained ones; and a
 code of the state that all steps share: by training on other lengths, by noise, or by writing the state as digits; on
-the distinct primitives and under the given table too."""
+the distinct primitives and under the given table too.
+
+With programs of one length S alone a block may shift the code of the state by some z, as long as S shifts make none:
+the blocks then work for lengths that S divides, and no others. Two lengths without a common divisor leave no such z,
+without a single step among them."""
