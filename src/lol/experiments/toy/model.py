@@ -134,6 +134,7 @@ class ToyModel(LoLPreTrainedModel):
                 expert, share = forced, state.new_ones(batch) if weight is None else weight[:, step]
                 state = self._run(state, shelf, expert, share)
             else:
+                assert instruction is not None
                 features = self._features(state.view(batch, length, -1), step, instruction)
                 bias = self.expert_bias if self.expert_bias.ndim == 1 else self.expert_bias[step]
                 logits, share, expert = self.router(

@@ -110,9 +110,13 @@ def load_run(file: Path) -> Trained:
 
 def _read_config(settings: dict[str, Any]) -> ToyConfig | DiscoverConfig:
     """The settings of a record; a discovery's have the toy's among them."""
-    toy = settings.get("toy", settings)
-    config = ToyConfig(**toy | {"primitives": tuple(toy["primitives"])})
-    return DiscoverConfig(**settings | {"toy": config}) if "toy" in settings else config
+    config = ToyConfig(**_with_tuples(settings.get("toy", settings)))
+    return DiscoverConfig(**_with_tuples(settings | {"toy": config})) if "toy" in settings else config
+
+
+def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no tuples, and no setting is a list."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def read_line(line: str, config: ToyConfig) -> tuple[Int[Tensor, "N"], Program]:
