@@ -56,6 +56,6 @@ on the article's task and with a primitive that does nothing; programs of other 
 code of the state that all steps share: by training on other lengths, by noise, or by writing the state as digits; on
 the distinct primitives and under the given table too.
 
-With programs of one length S alone a block may shift the code of the state by some z, as long as S shifts make none:
-the blocks then work for lengths that S divides, and no others. Two lengths without a common divisor leave no such z,
-without a single step among them."""
+Programs of one length S alone leave the code of the state after 1 to S - 1 steps free. Written as digits, it is the
+input's again after S steps: blocks may then work for lengths that S divides, and no others. Two lengths without a common
+divisor leave nothing free, without a single step among them."""
