@@ -12,15 +12,8 @@ from lol import UserError
 from lol.cli import main
 from lol.experiments.toy import discover as module
 from lol.experiments.toy import discover_runs
-from lol.experiments.toy.discover import (
-    RULES,
-    DiscoverConfig,
-    Discovery,
-    InstructionRouter,
-    discover,
-    score_held_out,
-    selection_programs,
-)
+from lol.experiments.toy.discover import Discovery, InstructionRouter, discover, score_held_out
+from lol.experiments.toy.discover_config import RULES, DiscoverConfig, selection_programs
 from lol.experiments.toy.line import Job
 from lol.experiments.toy.task import split_programs
 

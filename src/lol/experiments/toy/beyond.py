@@ -5,7 +5,8 @@ Each is `ord` (or `mix`) but for what its line says, so that its row stands besi
 
 from dataclasses import replace
 
-from lol.experiments.toy.discover import RULES, DiscoverConfig
+from lol.experiments.toy.crossfit import RepairConfig
+from lol.experiments.toy.discover_config import RULES, DiscoverConfig
 from lol.experiments.toy.task import ARTICLE, DISTINCT
 
 _ORD, _MIX = RULES["ord"], RULES["mix"]
@@ -14,6 +15,7 @@ _TIED = replace(_ORD, rule="pc", tied=True, lengths_tested=_OTHER_LENGTHS)
 _FOUR_STEPS = replace(_ORD.toy, steps=4, num_held_out=64)
 _NOISE = replace(_ORD.toy, between="noise")
 _AT_RANDOM = replace(_ORD.toy, between="digits at random")
+_SHARP = replace(_MIX, rule="sum", entropy=0.0, first_spread=1.0, path_balance=0.3)
 _WITH_SAME = replace(_ORD.toy, primitives=(*ARTICLE, "same"), num_blocks=5, num_held_out=32)
 
 TAKEN_AWAY: dict[str, DiscoverConfig] = {
@@ -31,6 +33,8 @@ order learned from the start; each primitive's own block given, read in order, a
 `ord` learns them: is `ord` above its given routing because of the routing, or of the random orders?"""
 
 BEYOND: dict[str, DiscoverConfig] = {
+    "sum-sharp": _SHARP,
+    "sum-repaired": replace(_SHARP, repair=RepairConfig()),
     "mix-8": replace(_MIX, toy=replace(_MIX.toy, num_blocks=8)),
     "ord-four-steps": replace(_ORD, toy=_FOUR_STEPS, explore_steps=2400, settle_steps=2100),
     "ord-maps": replace(_ORD, readings="maps"),
@@ -51,11 +55,14 @@ BEYOND: dict[str, DiscoverConfig] = {
     "pc-given-noise": replace(TAKEN_AWAY["pc-given"], toy=_NOISE, lengths_tested=_OTHER_LENGTHS),
     "pc-given-digits-at-random": replace(TAKEN_AWAY["pc-given"], toy=_AT_RANDOM, lengths_tested=_OTHER_LENGTHS),
 }
-"""More blocks than primitives; programs of four steps (192 of 256 trained, half as many steps again); any reading map,
+"""A router that adds up all instructions, sharp from the start and rewarded for using all paths, and the same with its
+paths repaired by what fresh libraries make of them.
+
+More blocks than primitives; programs of four steps (192 of 256 trained, half as many steps again); any reading map,
 on the article's task and with a primitive that does nothing; programs of other lengths than the trained ones; and a
 code of the state that all steps share: by training on other lengths, by noise, or by writing the state as digits; on
 the distinct primitives and under the given table too.
 
 Programs of one length S alone leave the code of the state after 1 to S - 1 steps free. Written as digits, it is the
-input's again after S steps: blocks may then work for lengths that S divides, and no others. Two lengths without a common
-divisor leave nothing free, without a single step among them."""
+input's again after S steps: blocks may then work for lengths that S divides, and no others. Two lengths without a
+common divisor leave nothing free, without a single step among them."""

@@ -15,8 +15,8 @@ L blocks, O orders, C tries of an example.
 """
 
 import time
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,96 +26,16 @@ from transformers import set_seed
 
 from lol.data.order import generator_named
 from lol.errors import UserError
-from lol.experiments.toy.config import Between, ToyConfig
-from lol.experiments.toy.instruction import InstructionRouter, Rule, doubly_stochastic
+from lol.experiments.toy.config import Between
+from lol.experiments.toy.crossfit import RepairConfig, repair_routes
+from lol.experiments.toy.discover_config import DiscoverConfig, programs_of_length, selection_programs
+from lol.experiments.toy.instruction import InstructionRouter, doubly_stochastic
 from lol.experiments.toy.model import ToyModel
-from lol.experiments.toy.task import BASE, NUM_DIGITS, Program, Task, split_programs
+from lol.experiments.toy.task import BASE, NUM_DIGITS, Program, split_programs
 from lol.experiments.toy.train import NUM_EXAMPLES, Examples, describe, draw, percent
 
-Credit = Literal["every block", "whole path", "weight"]
 _HISTORY_EVERY = 100
 _PATHS_TRIED = 4
-
-
-@dataclass(frozen=True)
-class DiscoverConfig:
-    """A discovery but for its seed. The defaults are those of `ord`."""
-
-    rule: Rule = "ord"
-    toy: ToyConfig = field(default_factory=lambda: ToyConfig(routing="by primitive", blind=True))
-    """Task, split, blocks and their optimizer; the path is the rule's."""
-    credit: Credit = "every block"
-    """What moves the router: at one choice of each example what every block costs; what four paths of each example cost
-    (REINFORCE, each against the mean of the others); or, as in the article, the gradient of the probability of the most
-    probable block, which weighs its update. The order of `ord` is credited with what every order costs all the same,
-    but for whole paths."""
-    table: Literal["learned", "given"] = "learned"
-    """Given: each primitive's own block from the start, under the order that the rule learns, if it does."""
-    readings: Literal["orders", "maps"] = "orders"
-    """Of `ord`: each instruction once, or any instruction at any step."""
-    tied: bool = False
-    """One table from primitive to block for all places in the program (`pc` and `ord`)."""
-    lengths: tuple[int, ...] = ()
-    """Lengths of the programs trained, one drawn for each step; without it the task's own (tied `pc` only)."""
-    lengths_tested: tuple[int, ...] = ()
-    """Lengths that are scored at the end besides: by the tables of all places together, read from first to last; with
-    the state as it is, and written as digits between the blocks."""
-    num_validation: int = 8
-    """Trained programs that are held out for selection."""
-    explore_steps: int = 1600
-    settle_steps: int = 1400
-    """Steps with the router frozen."""
-    tries: int = 256
-    """Passes of an exploring step: examples times what is tried of each."""
-    entropy: float = 0.3
-    """Coefficient of the entropy of the choices at the start."""
-    entropy_until: float = 0.5
-    """Share of exploration at which it is 0."""
-    balance: float = 0.3
-    """Coefficient of the entropy of a batch's mean choice."""
-    order_from: float = 0.4
-    """Share of exploration from which the order is learned: before, the loss says nothing of it."""
-    order_every: int = 3
-    """From then on, each so many steps all orders are tried in place of all blocks."""
-    router_learning_rate: float = 1e-2
-    reading_learning_rate: float = 3e-2
-    """Of the order, or of the mixture of instructions."""
-
-    def __post_init__(self) -> None:
-        if self.toy.router_training != "top-1" or self.toy.routing != "by primitive":
-            raise UserError("a discovery brings its own router: leave toy.routing and toy.router_training alone")
-        if (self.tied or self.table == "given") and self.rule not in ("pc", "ord"):
-            raise UserError(f"tied and given tables are for pc and ord, not for {self.rule}")
-        if self.readings == "maps" and self.rule != "ord":
-            raise UserError(f"readings=maps is for ord, not for {self.rule}")
-        if self.lengths and not (self.tied and self.rule == "pc" and self.toy.steps in self.lengths):
-            raise UserError("lengths need rule=pc, tied=True, and the task's own steps among them")
-
-
-RULES: dict[str, DiscoverConfig] = {
-    "pc": DiscoverConfig("pc", explore_steps=1500, settle_steps=1500, entropy_until=0.7),
-    "mix": DiscoverConfig("mix", explore_steps=1500, settle_steps=1500, entropy_until=0.7),
-    "ord": DiscoverConfig("ord"),
-}
-
-
-def selection_programs(config: DiscoverConfig) -> tuple[tuple[Program, ...], tuple[Program, ...]]:
-    """The programs to train on and those to select on; none of the programs held out for good."""
-    toy = config.toy
-    known = split_programs(toy.task, toy.split, toy.split_number, toy.num_held_out).trained
-    inner = split_programs(toy.task, toy.split, toy.split_number, config.num_validation, among=known)
-    return inner.trained, inner.held_out
-
-
-def programs_of_length(config: DiscoverConfig, length: int) -> tuple[Program, ...]:
-    """The programs of another length to train on: all, or on a split by function all that compute nothing held out."""
-    toy = config.toy
-    task = Task(toy.primitives, length)
-    if toy.split == "programs":
-        return task.programs
-    known = set(selection_programs(config)[0])
-    kept_apart = {toy.task.outcome(program) for program in toy.task.programs if program not in known}
-    return tuple(program for program in task.programs if task.outcome(program) not in kept_apart)
 
 
 @dataclass(frozen=True)
@@ -141,14 +61,13 @@ class Discovery:
         self.model = ToyModel(config.toy)
         toy = config.toy
         self.router = InstructionRouter(
-            config.rule, toy, config.readings == "maps", config.tied, given=config.table == "given"
-        )
+            config.rule, toy, config.readings == "maps", config.tied, given=config.table == "given",
+            spread=config.first_spread, by_program=config.repair is not None,
+        )  # fmt: skip
         self.programs = {toy.steps: self.trained}
         for length in set(config.lengths) - {toy.steps}:
             self.programs[length] = programs_of_length(config, length)
-        self.blocks_optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=toy.learning_rate, weight_decay=toy.weight_decay, fused=True
-        )
+        self.blocks_optimizer = self._new_blocks_optimizer()
         self.router_optimizer = torch.optim.Adam([
             {"params": [self.router.score], "lr": config.router_learning_rate},
             {"params": [self.router.reading], "lr": config.reading_learning_rate},
@@ -156,6 +75,7 @@ class Discovery:
         self.generator = generator_named(f"toy discovery {seed}")
         self.step = 0
         self.history: list[dict[str, Any]] = []
+        self.repairs: list[dict[str, Any]] = []
 
     def train(self) -> None:
         """Explore, then settle."""
@@ -164,8 +84,25 @@ class Discovery:
                 self.remember()
             self.explore()
         self.remember()
+        if self.config.repair is not None:
+            self.repair(self.config.repair)
         for _ in range(self.config.settle_steps):
             self.settle()
+
+    def repair(self, how: RepairConfig) -> None:
+        """Better paths than the router's, and blocks that know nothing yet."""
+        toy = self.config.toy
+        routes = self.router.path(torch.tensor(toy.task.programs))
+        self.router.routes, self.repairs = repair_routes(toy, how, self.trained, routes, self.seed)
+        set_seed(self.seed)
+        self.model = ToyModel(toy)
+        self.blocks_optimizer = self._new_blocks_optimizer()
+
+    def _new_blocks_optimizer(self) -> torch.optim.Optimizer:
+        toy = self.config.toy
+        return torch.optim.AdamW(
+            self.model.parameters(), lr=toy.learning_rate, weight_decay=toy.weight_decay, fused=True
+        )
 
     def remember(self) -> None:
         """What the router would choose now, for the picture of the table that forms."""
@@ -197,6 +134,8 @@ class Discovery:
             - config.balance * _entropy(probability.mean(0)).sum()
             - order_entropy * _entropy(order_shares)
         )
+        if config.path_balance:
+            router_loss = router_loss - config.path_balance * _entropy(_path_shares(probability).mean(0))
         blocks_loss = (tries.share * loss).sum(-1).mean()
         self._update_blocks(blocks_loss + router_loss, min(1.0, (self.step + 1) / config.toy.warmup_steps))
         if config.rule == "ord" and not learns_order:
@@ -369,6 +308,7 @@ def discover(config: DiscoverConfig, seed: int) -> tuple[dict[str, Any], Discove
         "held_out": score_held_out(discovery, log),
         "held_out_log": log,
         "history": discovery.history,
+        **({"repairs": discovery.repairs} if config.repair else {}),
         "cpu_seconds": round(time.process_time() - began, 1),
     }
     return record, discovery
@@ -380,6 +320,14 @@ def _draw_rows(probability: Float[Tensor, "N M"], generator: torch.Generator) ->
 
 def _entropy(probability: Float[Tensor, "*rows M"]) -> Float[Tensor, "*rows"]:
     return -(probability * probability.clamp(min=1e-12).log()).sum(-1)
+
+
+def _path_shares(probability: Float[Tensor, "B S L"]) -> Float[Tensor, "B paths"]:
+    """The probability of each of the L^S paths."""
+    shares = probability[:, 0]
+    for step in range(1, probability.shape[1]):
+        shares = (shares[:, :, None] * probability[:, step, None]).flatten(1)
+    return shares
 
 
 def _rounded(values: Tensor) -> Any:

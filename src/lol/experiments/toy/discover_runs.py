@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from lol.errors import UserError
 from lol.experiments.toy.beyond import BEYOND, TAKEN_AWAY
-from lol.experiments.toy.discover import RULES, DiscoverConfig, Discovery, discover
+from lol.experiments.toy.discover import Discovery, discover
+from lol.experiments.toy.discover_config import RULES, DiscoverConfig
 from lol.experiments.toy.line import Job, run_side_by_side
 from lol.experiments.toy.runs import SplitKind, weights_of, write_record
 from lol.experiments.toy.task import ARTICLE, DISTINCT

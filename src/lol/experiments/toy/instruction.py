@@ -1,6 +1,6 @@
 """Routers that read instructions: what each choice of a path may depend on, and in which order instructions are read.
 
-Letters: B examples, S steps of a program, P primitives, L blocks, O readings.
+Letters: B examples, S steps of a program, P primitives, L blocks, O readings, Q programs.
 """
 
 import itertools
@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lol.experiments.toy.config import ToyConfig
+from lol.experiments.toy.crossfit import number_of
 
 Rule = Literal["pc", "mix", "ord", "sum"]
 _SINKHORN_ROUNDS = 8
@@ -28,14 +29,25 @@ class InstructionRouter(nn.Module):
         maps: `ord` may read any instruction at any step, as often as it likes, in place of each once.
         tied: One table for all places in the program.
         given: The table is the primitive's own block, and stays.
+        spread: Deviation of the scores at the start.
+        by_program: Once exploration is over, `routes` says the path of every program.
     """
 
-    def __init__(self, rule: Rule, config: ToyConfig, maps: bool = False, tied: bool = False, given: bool = False):
+    def __init__(
+        self,
+        rule: Rule,
+        config: ToyConfig,
+        maps: bool = False,
+        tied: bool = False,
+        given: bool = False,
+        spread: float = 0.1,
+        by_program: bool = False,
+    ):
         super().__init__()
         steps, shape = config.steps, (len(config.primitives), config.num_blocks)
-        self.rule = rule
+        self.rule, self.config = rule, config
         lead = (steps, steps) if rule in ("mix", "sum") else (1,) if tied else (steps,)
-        self.score = nn.Parameter(0.1 * torch.randn(*lead, *shape))
+        self.score = nn.Parameter(spread * torch.randn(*lead, *shape))
         if given:
             with torch.no_grad():
                 self.score.copy_(_SURE * F.one_hot(torch.arange(shape[0]), shape[1]))
@@ -43,10 +55,14 @@ class InstructionRouter(nn.Module):
         if rule == "ord":
             orders = list(itertools.product(range(steps), repeat=steps) if maps else itertools.permutations(orders[0]))
         self.register_buffer("orders", torch.tensor(orders))
+        every = (shape[0] ** steps, steps)
+        self.register_buffer("routes", torch.full(every, -1) if by_program else None)
         self.reading = nn.Parameter(torch.zeros((steps, steps) if rule == "mix" else len(orders)))
 
     orders: Int[Tensor, "O S"]
     """Which choice each step of the path runs."""
+    routes: Int[Tensor, "Q S"] | None
+    """Of every program in the order of `Task.programs`; -1 until they are set."""
 
     def forward(self, program: Int[Tensor, "B S"]) -> Float[Tensor, "B S L"]:
         """The probability of each block for each choice: of an instruction (`ord`), or of a step."""
@@ -69,7 +85,9 @@ class InstructionRouter(nn.Module):
 
     @torch.no_grad()
     def path(self, program: Int[Tensor, "B S"]) -> Int[Tensor, "B S"]:
-        """The most probable block of each step."""
+        """The most probable block of each step, or what `routes` says."""
+        if self.routes is not None and self.routes[0, 0] >= 0:
+            return self.routes[number_of(self.config, program)]
         return self(program).argmax(-1)[:, self.readings(program.shape[1])[self.order_shares().argmax()]]
 
     @torch.no_grad()
