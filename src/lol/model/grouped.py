@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lol.model.shared_gradient import Matrices, SharedGradient
 
 
 def autocast(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -57,12 +60,11 @@ class _GroupedLinear(torch.autograd.Function):
         return _multiply_runs(x, counts, weights)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, *weights = ctx.saved_tensors
         grad = grads[0].contiguous()
-        grad_x = torch.empty_like(x)
-        for rows, out, weight in zip(grad.split(ctx.counts), grad_x.split(ctx.counts), weights, strict=True):
-            torch.mm(rows, weight, out=out)
+        grad_x = _multiply_back(grad, ctx.counts, weights)
         if not any(ctx.needs_input_grad[2:]):
             # A frozen library, under adapters elsewhere.
             return grad_x, None, *[None] * len(weights)
@@ -70,6 +72,42 @@ class _GroupedLinear(torch.autograd.Function):
             torch.mm(out.t(), rows) for out, rows in zip(grad.split(ctx.counts), x.split(ctx.counts), strict=True)
         ]
         return grad_x, None, *grad_weights
+
+
+class _SharingGroupedLinear(torch.autograd.Function):
+    """`_GroupedLinear` by blocks of a stack, whose gradient is added to the sum that all products of it share."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        counts: list[int],
+        blocks: Sequence[int],
+        shared: SharedGradient,
+        _token: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.counts, ctx.blocks, ctx.shared = counts, blocks, shared
+        return _multiply_runs(x, counts, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, *weights = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        for block, out, rows in zip(ctx.blocks, grad.split(ctx.counts), x.split(ctx.counts), strict=True):
+            ctx.shared.add(block, out, rows)
+        grad_x = _multiply_back(grad, ctx.counts, weights) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None, grad.new_zeros(()), *[None] * len(weights)
+
+
+def _multiply_back(grad: Tensor, counts: list[int], weights: Sequence[Tensor]) -> Tensor:
+    """The gradient of the rows: each run of the result's gradient times its own matrix."""
+    grad_x = grad.new_empty(grad.shape[0], weights[0].shape[1])
+    for rows, out, weight in zip(grad.split(counts), grad_x.split(counts), weights, strict=True):
+        torch.mm(rows, weight, out=out)
+    return grad_x
 
 
 def grouped_linear(
@@ -83,6 +121,19 @@ def grouped_linear(
         is_slow = x.device.type == "cpu" and x.dtype == torch.float32 and weights[0].numel() >= _MANY_NUMBERS
         return _multiply_runs(x, counts, weights, _FEW_NUMBERS if is_slow else 0)
     return _GroupedLinear.apply(x, counts, *weights)  # pyright: ignore[reportReturnType]
+
+
+def shelf_linear(
+    x: Float[Tensor, "T in"], counts: list[int], matrices: Matrices, blocks: Sequence[int]
+) -> Float[Tensor, "T out"]:
+    """`grouped_linear` by blocks of a stack: run i by `matrices[blocks[i]]`; the backward passes of all calls add to
+    one gradient of the stack."""
+    weights = [matrices[block] for block in blocks]
+    if matrices.shared is None or not torch.is_grad_enabled():
+        return grouped_linear(x, counts, weights)
+    own = [weight.detach() for weight in weights]
+    shared = matrices.shared
+    return _SharingGroupedLinear.apply(autocast(x), counts, blocks, shared, shared.token, *own)  # pyright: ignore[reportReturnType]
 
 
 def fits_kernel(stack: Float[Tensor, "L out in"]) -> bool:

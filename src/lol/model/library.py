@@ -27,8 +27,9 @@ from lol.errors import UserError
 from lol.model.attention import AttentionShape, window_attention
 from lol.model.carry import DepthPass
 from lol.model.config import LoLConfig
-from lol.model.grouped import autocast, fits_kernel, grouped_linear, kernel_linear
+from lol.model.grouped import autocast, fits_kernel, kernel_linear, shelf_linear
 from lol.model.layers import BlockParts, Film, block_update, rms_normalize, swiglu
+from lol.model.shared_gradient import Matrices
 from lol.model.short_windows import Packed, Shape, short_window_update
 from lol.model.windows import WindowLayout, Windows, line_up
 
@@ -37,8 +38,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 Shelf = dict[str, tuple[Tensor, ...] | Tensor]
 """The stacked weights taken apart into the L blocks' own, once per forward pass: the gradients of all depths then add
-up block by block, and a block that no window chose costs nothing until its zeros are stacked at the end. Where one
-kernel takes all blocks they stay stacked."""
+up block by block (`shared_gradient.py`), and a block that no window chose costs nothing but its zeros at the end. Where
+one kernel takes all blocks they stay stacked."""
 
 
 class Stack(nn.Module):
@@ -98,7 +99,8 @@ class Library(nn.Module):
         if all(fits_kernel(stacks[name]) for name in PROJECTIONS):
             # Views, for FSDP2 leaves a hook on whatever is returned, and a parameter would keep it.
             return {name: stack.view_as(stack) for name, stack in stacks.items()}
-        return {name: stack.unbind(0) for name, stack in stacks.items()}
+        apart: Shelf = {name: stacks[name].unbind(0) for name in NORMS}
+        return apart | {name: Matrices.of(stacks[name]) for name in PROJECTIONS}
 
     @property
     def is_adapted(self) -> bool:
@@ -222,12 +224,18 @@ class Dispatch(GradientCheckpointingLayer):
                 continue
             index = chosen[layout.window_of_token].nonzero().squeeze(1)
             attend = self._attention(line_up(layout.windows.length[chosen]))
-            parts = self._parts(shelf, [block], [index.numel()])
+            parts = self._parts(shelf, [block], [index.numel()], _multiply_one)
             own = block_update(parts, state[index], attend, film, self.gate)
             update = update.index_copy(0, index, own.to(update.dtype))
         return update
 
-    def _parts(self, shelf: Shelf, blocks: Sequence[int], counts: list[int]) -> BlockParts:
+    def _parts(
+        self,
+        shelf: Shelf,
+        blocks: Sequence[int],
+        counts: list[int],
+        multiply: Callable[[Tensor, list[int], Matrices, Sequence[int]], Tensor] = shelf_linear,
+    ) -> BlockParts:
         """The parts of these blocks, each working on its run of `counts` tokens."""
         eps = self.config.rms_norm_eps
 
@@ -239,7 +247,9 @@ class Dispatch(GradientCheckpointingLayer):
             return torch.cat([run * shelf[name][block] for run, block in zip(runs, blocks, strict=True)])
 
         def project(name: str, x: Tensor) -> Tensor:
-            return grouped_linear(x, counts, [shelf[name][block] for block in blocks])
+            matrices = shelf[name]
+            assert isinstance(matrices, Matrices)
+            return multiply(x, counts, matrices, blocks)
 
         return _gather_parts(scale, project)
 
@@ -261,6 +271,11 @@ def _gather_parts(scale: Callable[[str, Tensor], Tensor], project: Callable[[str
     """A block's parts from what a norm and what a projection does, by name."""
     parts = {name: partial(scale, name) for name in NORMS} | {name: partial(project, name) for name in PROJECTIONS}
     return cast(BlockParts, SimpleNamespace(**parts))
+
+
+def _multiply_one(x: Tensor, _counts: list[int], matrices: Matrices, blocks: Sequence[int]) -> Tensor:
+    """`shelf_linear` for one block, as an ordinary layer does it."""
+    return F.linear(x, matrices[blocks[0]])
 
 
 def _as_is(x: Tensor) -> Tensor:

@@ -147,6 +147,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "init0.09": {"initializer_range": 0.09},
     "embedding0.02": {"embedding_std": 0.02, "place_std": 0.02},
     "place0.02": {"place_std": 0.02},
+    "torch-block-embedding0.02": {"block": "torch", "embedding_std": 0.02, "place_std": 0.02},
 }
 """Ways to fill what the article leaves unsaid; 0.09 is the deviation of torch's own first weights at this width."""
 

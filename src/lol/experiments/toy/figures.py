@@ -19,15 +19,16 @@ def draw_held_out(records: Sequence[dict[str, Any]], file: Path) -> None:
     models = list(dict.fromkeys(record["model"] for record in records))
     figure = Figure(figsize=(8, 0.6 + 0.42 * len(models)), layout="constrained")
     axes = _axes(figure)
-    for place, (color, label) in enumerate(_SPLITS.values()):
-        kind = list(_SPLITS)[place]
+    kinds = [kind for kind in _SPLITS if any(record["config"]["split"] == kind for record in records)]
+    for place, kind in enumerate(kinds):
+        color, label = _SPLITS[kind]
         for row, model in enumerate(models):
             values = [
                 record["held_out"]["accuracy"]
                 for record in records
                 if record["model"] == model and record["config"]["split"] == kind
             ]
-            height = row + (0.16 if place else -0.16)
+            height = row + 0.32 * (place - (len(kinds) - 1) / 2)
             axes.scatter(values, [height] * len(values), s=22, color=color, alpha=0.75, linewidths=0, zorder=3)
             if values:
                 mean = sum(values) / len(values)
