@@ -1,6 +1,9 @@
 """Counterfactual credit in a language model: what a block costs, and that the credit moves gradients alone."""
 
+import argparse
+import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,9 @@ import torch
 from torch.testing import assert_close
 
 from lol import LoLConfig, LoLForCausalLM, UserError
+from lol.experiments import credit
 from lol.experiments.credit import CreditedModel, CreditExperiment, compare, measure
+from lol.train.recipes import recipe
 
 
 def small() -> LoLForCausalLM:
@@ -71,7 +76,12 @@ def test_other_paths_are_measured():
 
 
 @pytest.mark.slow
-def test_the_experiment_does_every_run(tmp_path: Path):
+def test_the_experiment_does_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = tmp_path / "text.txt"
+    text.write_text(inspect.getsource(argparse), encoding="utf-8")
+    tiny = recipe("tiny")
+    tiny = replace(tiny, data=replace(tiny.data, source=str(text)), eval=replace(tiny.eval, rows=4))
+    monkeypatch.setattr(credit, "recipe", lambda _name: tiny)
     result = compare(CreditExperiment(steps=2, shares=(0.25,), out=tmp_path / "credit.json"))
     assert [run["share"] for run in result["runs"]] == [None, 0.25]
     json.dumps(result, allow_nan=False)
