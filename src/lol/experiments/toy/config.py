@@ -9,6 +9,7 @@ from lol.model.config import LoLConfig
 from lol.train.config import BalanceConfig, OptimConfig
 
 Routing = Literal["fixed", "by primitive", "by step and primitive", "relabelled per step", "by program", "learned"]
+Between = Literal["nothing", "noise", "digits", "digits at random"]
 RouterTraining = Literal["top-1", "soft", "gumbel"]
 
 
@@ -33,6 +34,10 @@ class ToyConfig:
     router_training: RouterTraining = "top-1"
     """The block that the router chose; all blocks, weighted by its probabilities; or the same by a Gumbel softmax whose
     temperature falls from 1 to 0.1, in equal parts each step."""
+    between: Between = "nothing"
+    """What happens to the state between two blocks (of blind blocks): nothing; in training, noise of 0.3 times the size
+    of each place's state; or the head writes it as digits, which are embedded as the input is (the mean embedding under
+    the head's probabilities), always or, in training alone, for a random half of the examples at each step."""
     balance_scope: Literal["global", "depth"] = "global"
     """One balancing bias, or one per step of the program."""
     sequence_aux: float = 0.0
@@ -68,6 +73,8 @@ class ToyConfig:
         needed = {"by step and primitive": len(self.primitives) * self.steps, "fixed": 1, "learned": 1}
         if self.num_blocks < needed.get(self.routing, len(self.primitives)):
             raise UserError(f"routing {self.routing} needs more blocks than num_blocks={self.num_blocks}")
+        if self.between != "nothing" and not (self.blind and self.routing != "learned"):
+            raise UserError(f"between={self.between} needs blind=True and a routing that is given")
         if self.router_training != "top-1" and self.routing != "learned":
             raise UserError(f"router_training={self.router_training} is for routing='learned', not {self.routing}")
 

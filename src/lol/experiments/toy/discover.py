@@ -1,10 +1,11 @@
 """`lol toy discover`: routers that find the primitives, trained by what every other block would have cost.
 
-Blocks see digits alone and update x ← E_b(x). A router reads one instruction per step of the path:
+Blocks see digits alone and update x ← E_b(x). A router reads one instruction per step of the path (`instruction.py`):
 
     pc    step l reads instruction l
     mix   step l reads a mixture of the instructions, which is learned (a doubly stochastic matrix)
     ord   one map from instruction to block, and a learned order in which the instructions are read
+    sum   the control: step l reads all instructions, and adds up what they say
 
 While exploring, one choice of each example is tried with every block, the others are drawn; the router is moved by the
 exact gradient of its expected loss over that choice. Then the router is frozen at its most probable path and the blocks
@@ -13,116 +14,41 @@ on others, held out of the trained ones. (The rules are this project's own.) Let
 L blocks, O orders, C tries of an example.
 """
 
-import itertools
 import time
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import set_seed
 
 from lol.data.order import generator_named
 from lol.errors import UserError
-from lol.experiments.toy.config import ToyConfig
+from lol.experiments.toy.config import Between
+from lol.experiments.toy.crossfit import RepairConfig, repair_routes
+from lol.experiments.toy.discover_config import DiscoverConfig, programs_of_length, selection_programs
+from lol.experiments.toy.instruction import InstructionRouter, doubly_stochastic
 from lol.experiments.toy.model import ToyModel
-from lol.experiments.toy.task import NUM_DIGITS, Program, split_programs
-from lol.experiments.toy.train import NUM_EXAMPLES, Examples, describe, draw
+from lol.experiments.toy.task import BASE, NUM_DIGITS, Program, split_programs
+from lol.experiments.toy.train import NUM_EXAMPLES, Examples, describe, draw, percent
 
-Rule = Literal["pc", "mix", "ord"]
-_SINKHORN_ROUNDS = 8
 _HISTORY_EVERY = 100
+_PATHS_TRIED = 4
 
 
 @dataclass(frozen=True)
-class DiscoverConfig:
-    """A discovery but for its seed. The defaults are those of `ord`."""
+class Tries:
+    """Paths of some examples, and what the router has to do with them."""
 
-    rule: Rule = "ord"
-    toy: ToyConfig = field(default_factory=lambda: ToyConfig(routing="by primitive", blind=True))
-    """Task, split, blocks and their optimizer; the path is the rule's."""
-    num_validation: int = 8
-    """Trained programs that are held out for selection."""
-    explore_steps: int = 1600
-    settle_steps: int = 1400
-    """Steps with the router frozen."""
-    tries: int = 256
-    """Passes of an exploring step: examples times what is tried of each."""
-    entropy: float = 0.3
-    """Coefficient of the entropy of the choices at the start."""
-    entropy_until: float = 0.5
-    """Share of exploration at which it is 0."""
-    balance: float = 0.3
-    """Coefficient of the entropy of a batch's mean choice."""
-    order_from: float = 0.4
-    """Share of exploration from which the order is learned: before, the loss says nothing of it."""
-    order_every: int = 3
-    """From then on, each so many steps all orders are tried in place of all blocks."""
-    router_learning_rate: float = 1e-2
-    reading_learning_rate: float = 3e-2
-    """Of the order, or of the mixture of instructions."""
-
-    def __post_init__(self) -> None:
-        if self.toy.router_training != "top-1" or self.toy.routing != "by primitive":
-            raise UserError("a discovery brings its own router: leave toy.routing and toy.router_training alone")
-
-
-RULES: dict[str, DiscoverConfig] = {
-    "pc": DiscoverConfig("pc", explore_steps=1500, settle_steps=1500, entropy_until=0.7),
-    "mix": DiscoverConfig("mix", explore_steps=1500, settle_steps=1500, entropy_until=0.7),
-    "ord": DiscoverConfig("ord"),
-}
-
-
-class InstructionRouter(nn.Module):
-    """Instructions → a distribution over the blocks for each choice; and over the orders in which they are run."""
-
-    def __init__(self, rule: Rule, config: ToyConfig):
-        super().__init__()
-        steps, shape = config.steps, (len(config.primitives), config.num_blocks)
-        self.rule = rule
-        lead = (steps, steps) if rule == "mix" else (steps,)
-        self.score = nn.Parameter(0.1 * torch.randn(*lead, *shape))
-        orders = list(itertools.permutations(range(steps))) if rule == "ord" else [tuple(range(steps))]
-        self.register_buffer("orders", torch.tensor(orders))
-        self.reading = nn.Parameter(torch.zeros((steps, steps) if rule == "mix" else len(orders)))
-
-    orders: Int[Tensor, "O S"]
-    """Which choice each step of the path runs."""
-
-    def forward(self, program: Int[Tensor, "B S"]) -> Float[Tensor, "B S L"]:
-        """The probability of each block for each choice: of an instruction (`ord`), or of a step."""
-        instruction = torch.arange(program.shape[1])
-        if self.rule != "mix":
-            return self.score[instruction, program].softmax(-1)
-        of_instruction = self.score[:, instruction, program].softmax(-1)
-        return torch.einsum("lj,lbjm->blm", _doubly_stochastic(self.reading), of_instruction)
-
-    def order_shares(self) -> Float[Tensor, "O"]:
-        """The probability of each order; one where there is only one."""
-        return torch.ones(1) if self.rule == "mix" else self.reading.softmax(-1)
-
-    @torch.no_grad()
-    def path(self, program: Int[Tensor, "B S"]) -> Int[Tensor, "B S"]:
-        """The most probable block of each step."""
-        return self(program).argmax(-1)[:, self.orders[self.order_shares().argmax()]]
-
-
-def _doubly_stochastic(logits: Float[Tensor, "S S"]) -> Float[Tensor, "S S"]:
-    """Rows and columns that add up to 1, by turns. (Sinkhorn.)"""
-    for _ in range(_SINKHORN_ROUNDS):
-        logits = logits.log_softmax(1).log_softmax(0)
-    return logits.log_softmax(1).exp()
-
-
-def selection_programs(config: DiscoverConfig) -> tuple[tuple[Program, ...], tuple[Program, ...]]:
-    """The programs to train on and those to select on; none of the programs held out for good."""
-    toy = config.toy
-    known = split_programs(toy.task, toy.split, toy.split_number, toy.num_held_out).trained
-    inner = split_programs(toy.task, toy.split, toy.split_number, config.num_validation, among=known)
-    return inner.trained, inner.held_out
+    paths: Int[Tensor, "B C S"]
+    share: Float[Tensor, "B C"]
+    """How much each path counts in the blocks' loss; adds up to 1."""
+    reward: Float[Tensor, "B C"]
+    """What the router is to raise where the loss is low: probabilities, or logarithms of them."""
+    weight: Float[Tensor, "B C S"] | None = None
+    """Of the update of each step, where that is how the router is credited."""
 
 
 class Discovery:
@@ -133,11 +59,15 @@ class Discovery:
         self.trained, self.validation = selection_programs(config)
         set_seed(seed)
         self.model = ToyModel(config.toy)
-        self.router = InstructionRouter(config.rule, config.toy)
         toy = config.toy
-        self.blocks_optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=toy.learning_rate, weight_decay=toy.weight_decay, fused=True
-        )
+        self.router = InstructionRouter(
+            config.rule, toy, config.readings == "maps", config.tied, given=config.table == "given",
+            spread=config.first_spread, by_program=config.repair is not None,
+        )  # fmt: skip
+        self.programs = {toy.steps: self.trained}
+        for length in set(config.lengths) - {toy.steps}:
+            self.programs[length] = programs_of_length(config, length)
+        self.blocks_optimizer = self._new_blocks_optimizer()
         self.router_optimizer = torch.optim.Adam([
             {"params": [self.router.score], "lr": config.router_learning_rate},
             {"params": [self.router.reading], "lr": config.reading_learning_rate},
@@ -145,6 +75,7 @@ class Discovery:
         self.generator = generator_named(f"toy discovery {seed}")
         self.step = 0
         self.history: list[dict[str, Any]] = []
+        self.repairs: list[dict[str, Any]] = []
 
     def train(self) -> None:
         """Explore, then settle."""
@@ -153,15 +84,32 @@ class Discovery:
                 self.remember()
             self.explore()
         self.remember()
+        if self.config.repair is not None:
+            self.repair(self.config.repair)
         for _ in range(self.config.settle_steps):
             self.settle()
+
+    def repair(self, how: RepairConfig) -> None:
+        """Better paths than the router's, and blocks that know nothing yet."""
+        toy = self.config.toy
+        routes = self.router.path(torch.tensor(toy.task.programs))
+        self.router.routes, self.repairs = repair_routes(toy, how, self.trained, routes, self.seed)
+        set_seed(self.seed)
+        self.model = ToyModel(toy)
+        self.blocks_optimizer = self._new_blocks_optimizer()
+
+    def _new_blocks_optimizer(self) -> torch.optim.Optimizer:
+        toy = self.config.toy
+        return torch.optim.AdamW(
+            self.model.parameters(), lr=toy.learning_rate, weight_decay=toy.weight_decay, fused=True
+        )
 
     def remember(self) -> None:
         """What the router would choose now, for the picture of the table that forms."""
         with torch.no_grad():
             scores = self.router.score.softmax(-1)
             reading = (
-                self.router.order_shares() if self.config.rule != "mix" else _doubly_stochastic(self.router.reading)
+                self.router.order_shares() if self.config.rule != "mix" else doubly_stochastic(self.router.reading)
             )
         self.history.append({"step": self.step, "scores": _rounded(scores), "reading": _rounded(reading)})
 
@@ -170,54 +118,106 @@ class Discovery:
         config, router = self.config, self.router
         done = self.step / config.explore_steps
         learns_order = config.rule == "ord" and done > config.order_from
-        tries_orders = learns_order and self.step % config.order_every == 0
-        tries = len(router.orders) if tries_orders else config.toy.num_blocks
-        examples = draw(config.toy, self.trained, config.tries // tries, self.generator)
+        tries_orders = learns_order and self.step % config.order_every == 0 and config.credit != "whole path"
+        examples = self._draw(config.tries // self._number_of_tries(tries_orders))
         probability, order_shares = router(examples.program), router.order_shares()
-        drawn = _draw_rows(probability.detach().flatten(0, 1), self.generator).view(examples.program.shape)
-        if tries_orders:
-            paths = drawn[:, router.orders]
-            share = order_shares.expand(len(drawn), -1)
-        else:
-            paths, share = self._try_blocks(drawn, probability, order_shares)
-        loss = self._losses(examples, paths)
+        tries = self._try(tries_orders, probability, order_shares, learns_order)
+        loss = self._losses(examples, tries.paths, tries.weight)
+        cost = NUM_DIGITS * loss.detach()
+        if config.credit == "whole path":
+            cost = (cost - cost.mean(-1, keepdim=True)) / (_PATHS_TRIED - 1)
         entropy = config.entropy * max(0.0, 1 - done / config.entropy_until)
         order_entropy = config.entropy * max(0.0, 1 - 2 * max(0.0, done - config.order_from))
         router_loss = (
-            (share * (NUM_DIGITS * loss.detach())).sum(-1).mean()
+            (tries.reward * cost).sum(-1).mean()
             - entropy * _entropy(probability).sum(-1).mean()
             - config.balance * _entropy(probability.mean(0)).sum()
             - order_entropy * _entropy(order_shares)
         )
-        blocks_loss = (share.detach() * loss).sum(-1).mean()
-        self._update_blocks(blocks_loss, min(1.0, (self.step + 1) / config.toy.warmup_steps))
-        router_loss.backward()
+        if config.path_balance:
+            router_loss = router_loss - config.path_balance * _entropy(_path_shares(probability).mean(0))
+        blocks_loss = (tries.share * loss).sum(-1).mean()
+        self._update_blocks(blocks_loss + router_loss, min(1.0, (self.step + 1) / config.toy.warmup_steps))
         if config.rule == "ord" and not learns_order:
             router.reading.grad = None
         self.router_optimizer.step()
         self.router_optimizer.zero_grad(set_to_none=True)
         self.step += 1
 
+    def _number_of_tries(self, tries_orders: bool) -> int:
+        if tries_orders:
+            return len(self.router.orders)
+        return {"every block": self.config.toy.num_blocks, "whole path": _PATHS_TRIED, "weight": 1}[self.config.credit]
+
+    def _draw(self, count: int) -> Examples:
+        """Examples of trained programs, all of one length."""
+        programs, lengths = self.trained, self.config.lengths
+        if lengths:
+            which = torch.randint(len(lengths), (), generator=self.generator)
+            programs = self.programs[lengths[int(which)]]
+        return draw(self.config.toy, programs, count, self.generator)
+
+    def _try(
+        self, tries_orders: bool, probability: Float[Tensor, "B S L"], order_shares: Float[Tensor, "O"], ordered: bool
+    ) -> Tries:
+        """The paths of a step of exploration; `ordered` says whether the order is being learned."""
+        batch, credit = len(probability), self.config.credit
+        if credit == "whole path":
+            return self._try_paths(probability, order_shares, ordered)
+        if credit == "weight":
+            top, drawn = probability.max(-1)
+            # Its gradient in the units of the other credits: nats of all digits, where the loss is the mean of a digit.
+            top = NUM_DIGITS * top - (NUM_DIGITS - 1) * top.detach()
+        else:
+            drawn, top = _draw_rows(probability.detach().flatten(0, 1), self.generator).view(batch, -1), None
+        if tries_orders:
+            share, orders = order_shares.expand(batch, -1), self.router.orders
+            return Tries(drawn[:, orders], share.detach(), share, None if top is None else top[:, orders])
+        if top is None:
+            return self._try_blocks(drawn, probability, order_shares)
+        order = self._draw_orders(order_shares, drawn)
+        once = torch.ones(batch, 1)
+        return Tries(drawn.gather(1, order)[:, None], once, 0 * once, top.gather(1, order)[:, None])
+
     def _try_blocks(
         self, drawn: Int[Tensor, "B S"], probability: Float[Tensor, "B S L"], order_shares: Float[Tensor, "O"]
-    ) -> tuple[Int[Tensor, "B C S"], Float[Tensor, "B C"]]:
-        """Paths with each block at one choice of each example, and the router's probability of that block."""
+    ) -> Tries:
+        """Each block at one choice of each example, and the router's probability of that block."""
         row, steps = torch.arange(len(drawn)), drawn.shape[1]
         choice = torch.randint(steps, row.shape, generator=self.generator)
-        order = _draw_rows(order_shares.detach().expand(len(row), -1), self.generator)
+        order = self._draw_orders(order_shares, drawn)
         blocks = torch.arange(probability.shape[-1])
         tried = drawn[:, None].repeat(1, len(blocks), 1)
         tried[row[:, None], blocks, choice[:, None]] = blocks.expand(len(row), -1)
-        paths = tried.gather(2, self.router.orders[order][:, None].expand_as(tried))
-        return paths, probability[row, choice]
+        share = probability[row, choice]
+        return Tries(tried.gather(2, order[:, None].expand_as(tried)), share.detach(), share)
 
-    def _losses(self, examples: Examples, paths: Int[Tensor, "B C S"]) -> Float[Tensor, "B C"]:
+    def _try_paths(self, probability: Float[Tensor, "B S L"], order_shares: Float[Tensor, "O"], ordered: bool) -> Tries:
+        """Some whole paths of each example, and the logarithm of the router's probability of each."""
+        rows = probability.repeat_interleave(_PATHS_TRIED, 0)
+        drawn = _draw_rows(rows.detach().flatten(0, 1), self.generator).view(rows.shape[:2])
+        number = _draw_rows(order_shares.detach().expand(len(rows), -1), self.generator)
+        chance = rows.gather(2, drawn[:, :, None]).squeeze(2).log().sum(-1)
+        if ordered:
+            chance = chance + order_shares.log()[number]
+        paths = drawn.gather(1, self.router.readings(drawn.shape[1])[number])
+        share = torch.full((len(probability), _PATHS_TRIED), 1 / _PATHS_TRIED)
+        return Tries(paths.unflatten(0, (-1, _PATHS_TRIED)), share, chance.view_as(share))
+
+    def _draw_orders(self, order_shares: Float[Tensor, "O"], drawn: Int[Tensor, "B S"]) -> Int[Tensor, "B S"]:
+        number = _draw_rows(order_shares.detach().expand(len(drawn), -1), self.generator)
+        return self.router.readings(drawn.shape[1])[number]
+
+    def _losses(
+        self, examples: Examples, paths: Int[Tensor, "B C S"], weight: Float[Tensor, "B C S"] | None = None
+    ) -> Float[Tensor, "B C"]:
         """Mean cross-entropy of a digit on each path of each example."""
         batch, tries, _ = paths.shape
         digits, program, target = (
             part.repeat_interleave(tries, 0) for part in (examples.digits, examples.program, examples.target)
         )
-        logits = self.model(digits, program, path=paths.flatten(0, 1)).logits
+        weight = None if weight is None else weight.flatten(0, 1)
+        logits = self.model(digits, program, path=paths.flatten(0, 1), weight=weight, generator=self.generator).logits
         losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
         return losses.view(batch, tries, -1).mean(-1)
 
@@ -225,7 +225,7 @@ class Discovery:
         """One step of the blocks under the router's most probable paths."""
         toy = self.config.toy
         left = 1 - (self.step - self.config.explore_steps) / self.config.settle_steps
-        examples = draw(toy, self.trained, toy.batch_size, self.generator)
+        examples = self._draw(toy.batch_size)
         loss = self._losses(examples, self.router.path(examples.program)[:, None]).mean()
         cosine = 0.5 * (1 - torch.cos(torch.tensor(torch.pi * left)).item())
         self._update_blocks(loss, cosine)
@@ -249,6 +249,18 @@ class Discovery:
         right = (output.logits.argmax(-1) == examples.target).all(-1)
         return describe(toy, programs, right, examples, output.experts)
 
+    @torch.no_grad()
+    def measure_length(self, length: int, between: Between | None = None) -> float | None:
+        """Accuracy on random programs of a length, in percent; `None` where the router reads in another order."""
+        toy, generator = self.config.toy, generator_named(f"toy evaluation {self.seed}")
+        program = torch.randint(len(toy.primitives), (NUM_EXAMPLES, length), generator=generator)
+        digits = torch.randint(BASE, (NUM_EXAMPLES, NUM_DIGITS), generator=generator)
+        path = self.router.path_of_any_length(program)
+        if path is None:
+            return None
+        logits = self.model(digits, program, path=path, between=between).logits
+        return percent((logits.argmax(-1) == toy.task.run_each(digits, program)).all(-1))
+
 
 def score_held_out(discovery: Discovery, log: list[str]) -> dict[str, Any]:
     """Read the programs held out for good, once training is over: nothing else does. The log says when.
@@ -271,6 +283,10 @@ def score_held_out(discovery: Discovery, log: list[str]) -> dict[str, Any]:
         own = [program for program in split.held_out if (functions[program] in known) == seen]
         values = [by_program["".join(map(str, program))] for program in own]
         score[name] = round(sum(values) / len(values), 2) if values else None
+    if config.lengths_tested:
+        lengths = config.lengths_tested
+        score["lengths"] = {str(length): discovery.measure_length(length) for length in lengths}
+        score["lengths_as_digits"] = {str(length): discovery.measure_length(length, "digits") for length in lengths}
     return score
 
 
@@ -292,6 +308,7 @@ def discover(config: DiscoverConfig, seed: int) -> tuple[dict[str, Any], Discove
         "held_out": score_held_out(discovery, log),
         "held_out_log": log,
         "history": discovery.history,
+        **({"repairs": discovery.repairs} if config.repair else {}),
         "cpu_seconds": round(time.process_time() - began, 1),
     }
     return record, discovery
@@ -303,6 +320,14 @@ def _draw_rows(probability: Float[Tensor, "N M"], generator: torch.Generator) ->
 
 def _entropy(probability: Float[Tensor, "*rows M"]) -> Float[Tensor, "*rows"]:
     return -(probability * probability.clamp(min=1e-12).log()).sum(-1)
+
+
+def _path_shares(probability: Float[Tensor, "B S L"]) -> Float[Tensor, "B paths"]:
+    """The probability of each of the L^S paths."""
+    shares = probability[:, 0]
+    for step in range(1, probability.shape[1]):
+        shares = (shares[:, :, None] * probability[:, step, None]).flatten(1)
+    return shares
 
 
 def _rounded(values: Tensor) -> Any:

@@ -9,7 +9,9 @@ import tyro
 from safetensors.torch import save_file
 
 from lol.errors import UserError
-from lol.experiments.toy.discover import RULES, DiscoverConfig, Discovery, discover
+from lol.experiments.toy.beyond import BEYOND, TAKEN_AWAY
+from lol.experiments.toy.discover import Discovery, discover
+from lol.experiments.toy.discover_config import RULES, DiscoverConfig
 from lol.experiments.toy.line import Job, run_side_by_side
 from lol.experiments.toy.runs import SplitKind, weights_of, write_record
 from lol.experiments.toy.task import ARTICLE, DISTINCT
@@ -29,9 +31,11 @@ DISCOVERIES: dict[str, DiscoverConfig] = RULES | {
     "ord-distinct": replace(_ORD, toy=replace(_ORD.toy, primitives=DISTINCT)),
     "mix-distinct": replace(RULES["mix"], toy=replace(_ORD.toy, primitives=DISTINCT)),
     "ord-six": replace(_ORD, toy=_SIX, explore_steps=2400, settle_steps=2100),
+    **TAKEN_AWAY,
+    **BEYOND,
 }
 """The rules; blocks that see the program; without annealing; without the bonus on the mean choice; more blocks than
-primitives; six primitives (72 of 216 programs trained, half as many steps again)."""
+primitives; six primitives (72 of 216 programs trained, half as many steps again); and those of `beyond.py`."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The table of discoveries, and the picture of a routing table that forms."""
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,37 @@ def discovery_section(records: Sequence[Record]) -> str:
     ]
     for name, split in dict.fromkeys((record["model"], split_of(record)) for record in records):
         lines.append(_row(name, split, [r for r in records if (r["model"], split_of(r)) == (name, split)]))
-    return "\n".join([*lines, "", f"From `lol toy discover`, one line each: `{records[0]['command']}`.", ""])
+    lines += ["", f"From `lol toy discover`, one line each: `{records[0]['command']}`.", ""]
+    return "\n".join([*lines, *_lengths_section(records)])
+
+
+def _lengths_section(records: Sequence[Record]) -> list[str]:
+    """A row for each discovery and split that was tested on programs of other lengths than the trained ones."""
+    tested = [record for record in records if "lengths" in record["held_out"]]
+    if not tested:
+        return []
+    lengths = list(dict.fromkeys(length for record in tested for length in record["held_out"]["lengths"]))
+    lines = [
+        "### Programs of other lengths",
+        "",
+        "Mean over seeds, % of random programs of a length: the state as it is / written as digits between the blocks.",
+        "",
+        "| router | split | seeds | " + " | ".join(f"{length} steps" for length in lengths) + " |",
+        "|---|---|---|" + "---|" * len(lengths),
+    ]
+    for name, split in dict.fromkeys((record["model"], split_of(record)) for record in tested):
+        own = [record["held_out"] for record in tested if (record["model"], split_of(record)) == (name, split)]
+        cells = [
+            " / ".join(_mean([side[kind].get(length) for side in own]) for kind in ("lengths", "lengths_as_digits"))
+            for length in lengths
+        ]
+        lines.append(f"| {name} | {split} | {len(own)} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.mean(known):.1f}" if known else "–"
 
 
 def draw_forming(record: Record, file: Path) -> None:

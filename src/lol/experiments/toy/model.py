@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lol.experiments.toy.config import ToyConfig
+from lol.experiments.toy.config import Between, ToyConfig
 from lol.experiments.toy.task import BASE, NUM_DIGITS
 from lol.experiments.toy.torch_blocks import TorchBlocks
 from lol.model.base import LoLPreTrainedModel
@@ -19,6 +19,8 @@ from lol.model.library import Dispatch, Library, Shelf
 from lol.model.router import Router
 from lol.model.short_windows import Packed, pack
 from lol.model.windows import WindowLayout, find_documents, lay_windows
+
+_NOISE = 0.3
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,20 @@ class ToyModel(LoLPreTrainedModel):
             self.library = TorchBlocks(config.num_blocks, d, config.num_heads, config.block == "torch as it comes")
             self.norm = nn.LayerNorm(d)
             self.head.reset_parameters()
+        if config.between == "digits":
+            # A head that cannot read digits yet would hand the next block the same mean embedding at every place.
+            self.head.weight.data.copy_(self.digit_embedding.weight.data / d**0.5)
 
     def forward(
         self,
         digits: Int[Tensor, "B N"],
         program: Int[Tensor, "B S"],
         path: Int[Tensor, "B S"] | None = None,
+        weight: Float[Tensor, "B S"] | None = None,
         noise: Float[Tensor, "S B L"] | None = None,
         mixture: Mixture | None = None,
+        between: Between | None = None,
+        generator: torch.Generator | None = None,
     ) -> ToyOutput:
         """Run programs on digits.
 
@@ -98,34 +106,43 @@ class ToyModel(LoLPreTrainedModel):
             digits: The input.
             program: The primitive of each step.
             path: Blocks to run, with weight 1 unless there is a router, whose probability of them it is then.
+            weight: Of each step's update, where there is no router; 1 without it.
             noise: Standard normal draws of the router's training noise.
             mixture: Run all blocks at each step in place of the chosen one.
+            between: In place of the configuration's own.
+            generator: Of what is drawn between blocks in training; nothing is drawn without it.
         """
         batch = digits.shape[0]
-        primitive = program + torch.arange(self.toy.steps) * len(self.toy.primitives)
-        instruction = self.program_embedding(primitive)
-        x = self.digit_embedding(digits)
-        if not self.toy.blind:
+        steps = program.shape[1]
+        between = between or self.toy.between
+        x, instruction = self.digit_embedding(digits), None
+        if not self.toy.blind or self.router is not None:
+            primitive = program + torch.arange(self.toy.steps) * len(self.toy.primitives)
+            instruction = self.program_embedding(primitive)
+        if instruction is not None and not self.toy.blind:
             x = torch.cat([x, instruction], dim=1)
         x = x + self.place_embedding.weight
         shelf, length = self._take_shelf(), x.shape[1]
         state, states = x.flatten(0, 1), [x]
         experts, router_logits = [], []
-        for step in range(self.toy.steps):
+        for step in range(steps):
+            if step and between != "nothing":
+                state = self._between(state.view(batch, length, -1), between, generator).flatten(0, 1)
             forced = None if path is None else path[:, step]
             if self.router is None:
                 assert forced is not None
-                expert, weight = forced, state.new_ones(batch)
-                state = self._run(state, shelf, expert, weight)
+                expert, share = forced, state.new_ones(batch) if weight is None else weight[:, step]
+                state = self._run(state, shelf, expert, share)
             else:
+                assert instruction is not None
                 features = self._features(state.view(batch, length, -1), step, instruction)
                 bias = self.expert_bias if self.expert_bias.ndim == 1 else self.expert_bias[step]
-                logits, weight, expert = self.router(
+                logits, share, expert = self.router(
                     features, step, bias, None if noise is None else noise[step], forced=forced
                 )
                 router_logits.append(logits)
                 if mixture is None:
-                    state = self._run(state, shelf, expert, weight)
+                    state = self._run(state, shelf, expert, share)
                 else:
                     state = self._mix(state, shelf, mixture.shares(logits, step))
             experts.append(expert)
@@ -137,6 +154,20 @@ class ToyModel(LoLPreTrainedModel):
         """½ (mean state + depth embedding); where the blocks are blind, plus the mean of the program's embeddings."""
         features = 0.5 * (state.mean(1) + self.depth_embedding.weight[step])
         return (features + instruction.mean(1) if self.toy.blind else features).float()
+
+    def _between(
+        self, state: Float[Tensor, "B N d"], between: Between, generator: torch.Generator | None
+    ) -> Float[Tensor, "B N d"]:
+        """What the next block sees of a state: see `ToyConfig.between`."""
+        if generator is None and between != "digits":
+            return state
+        if between == "noise":
+            size = state.detach().pow(2).mean(-1, keepdim=True).sqrt()
+            return state + _NOISE * size * torch.randn(state.shape, generator=generator)
+        digits = self.head(self.norm(state)).softmax(-1) @ self.digit_embedding.weight + self.place_embedding.weight
+        if between == "digits":
+            return digits
+        return torch.where(torch.rand((len(state), 1, 1), generator=generator) < 0.5, digits, state)
 
     def _take_shelf(self) -> Shelf | Packed | TorchBlocks:
         if isinstance(self.library, TorchBlocks):

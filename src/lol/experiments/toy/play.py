@@ -22,7 +22,9 @@ from torch import Tensor
 
 from lol.errors import UserError
 from lol.experiments.toy.config import ToyConfig
-from lol.experiments.toy.discover import DiscoverConfig, Discovery
+from lol.experiments.toy.crossfit import RepairConfig
+from lol.experiments.toy.discover import Discovery
+from lol.experiments.toy.discover_config import DiscoverConfig
 from lol.experiments.toy.discover_runs import restore
 from lol.experiments.toy.model import ToyModel, ToyOutput
 from lol.experiments.toy.runs import weights_of
@@ -111,7 +113,10 @@ def load_run(file: Path) -> Trained:
 def _read_config(settings: dict[str, Any]) -> ToyConfig | DiscoverConfig:
     """The settings of a record; a discovery's have the toy's among them."""
     config = ToyConfig(**_with_tuples(settings.get("toy", settings)))
-    return DiscoverConfig(**_with_tuples(settings | {"toy": config})) if "toy" in settings else config
+    if "toy" not in settings:
+        return config
+    repair = settings.get("repair")
+    return DiscoverConfig(**_with_tuples(settings | {"toy": config, "repair": repair and RepairConfig(**repair)}))
 
 
 def _with_tuples(settings: dict[str, Any]) -> dict[str, Any]:

@@ -27,9 +27,10 @@ PRIMITIVES: dict[str, Callable[[Tensor], Tensor]] = {
     "rot5": lambda digits: torch.cat([digits[..., :5].roll(-1, -1), digits[..., 5:]], -1),
     "ramp": lambda digits: (digits + torch.arange(NUM_DIGITS)) % BASE,
     "mul3left": lambda digits: torch.cat([digits[..., :4] * 3 % BASE, digits[..., 4:]], -1),
+    "same": lambda digits: digits.clone(),
 }
 """Each maps digits (…, N) to digits: add 1, reverse, rotate left by one, times 3; negate, swap neighbours in pairs;
-rotate the first five left by one, add to each digit its place from 0, times 3 in the left half."""
+rotate the first five left by one, add to each digit its place from 0, times 3 in the left half; nothing."""
 
 ARTICLE = ("inc", "rev", "rot", "mul3")
 DISTINCT = ("rot", "rot5", "ramp", "mul3left")
@@ -67,7 +68,7 @@ class Task:
 
     def run_each(self, digits: Int[Tensor, "B N"], programs: Int[Tensor, "B S"]) -> Int[Tensor, "B N"]:
         """What each row's own program makes of it."""
-        for step in range(self.steps):
+        for step in range(programs.shape[1]):
             outcomes = torch.stack([PRIMITIVES[name](digits) for name in self.primitives])
             digits = outcomes[programs[:, step], torch.arange(len(digits))]
         return digits
@@ -75,13 +76,14 @@ class Task:
     @cached_property
     def functions(self) -> dict[Program, int]:
         """The number of the function that each program computes: equal for programs that compute the same."""
+        numbers: dict[bytes, int] = {}
+        return {program: numbers.setdefault(self.outcome(program), len(numbers)) for program in self.programs}
+
+    def outcome(self, program: Program) -> bytes:
+        """What a program of any length makes of some inputs: equal for programs that compute the same function."""
         generator = torch.Generator().manual_seed(0)
         probes = torch.randint(BASE, (_PROBES, NUM_DIGITS), generator=generator)
-        numbers: dict[bytes, int] = {}
-        return {
-            program: numbers.setdefault(self.run(probes, program).numpy().tobytes(), len(numbers))
-            for program in self.programs
-        }
+        return self.run(probes, program).numpy().tobytes()
 
     @property
     def is_distinct(self) -> bool:
