@@ -29,9 +29,9 @@ def test_the_checks_pass_where_both_are_a_cpu_and_see_a_wrong_product(monkeypatc
     assert len(checks) == 10
     assert {check.outcome for check in checks} == {"ok"}
 
-    plain = library.grouped_linear
+    plain = library.shelf_linear
     # By a tenth of a percent, which bfloat16 does not see.
-    monkeypatch.setattr(library, "grouped_linear", lambda *args: plain(*args) * 1.001)
+    monkeypatch.setattr(library, "shelf_linear", lambda *args: plain(*args) * 1.001)
     passes = iter([True])
     truth = gpu._pass
 
@@ -39,7 +39,7 @@ def test_the_checks_pass_where_both_are_a_cpu_and_see_a_wrong_product(monkeypatc
         """The first pass is the CPU's, against which the others are held."""
         if next(passes, False):
             with monkeypatch.context() as right:
-                right.setattr(library, "grouped_linear", plain)
+                right.setattr(library, "shelf_linear", plain)
                 return truth(*args)
         return truth(*args)
 

@@ -65,7 +65,7 @@ class Experiment:
     seeds: tuple[int, ...]
     """Seeds at the tiny scale where the command names none."""
     runs: Callable[[Setting], Mapping[str, TrainConfig]]
-    """The runs by name. May write data into `Setting.folder`, the same for the same setting."""
+    """The runs by name. May write a small file into `Setting.folder`, the same for the same setting."""
     measure: Callable[[Setting, Mapping[str, Path]], Numbers]
     """From the run folders to numbers, as JSON values."""
     draw: Callable[[Numbers, Path], None]
@@ -74,6 +74,8 @@ class Experiment:
     """The numbers in Markdown, without a heading."""
     data: str | None = None
     """What --data has to be at the tiny scale; None where nothing has to be given."""
+    prepare: Callable[[Setting], object] | None = None
+    """Writes what takes longer to write into `Setting.folder`, the same for the same setting, unless it is there."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,13 @@ def run_experiment(experiment: Experiment, options: Options) -> Path | None:
         print(f"{len(missing)} of {len(configs)} runs are missing; train them, then give this command again:\n")
         for name in missing:
             print(command_line(configs[name], folders[name]))
+        if experiment.prepare is not None:
+            print(f"\nThe data that they read is written into {setting.folder} now …", flush=True)
+            experiment.prepare(setting)
+            print("It is there.")
         return None
+    if experiment.prepare is not None:
+        experiment.prepare(setting)
     _train_all({name: configs[name] for name in missing}, folders, total=len(configs))
     if options.only:
         return None

@@ -179,7 +179,7 @@ class Dispatch(GradientCheckpointingLayer):
         windows = layout.windows
         counts = self._tokens_of_blocks(layout, expert).tolist()
         used = [block for block, count in enumerate(counts) if count]
-        parts = self._parts(shelf, used, [counts[block] for block in used])
+        parts = self._parts(shelf, used, [counts[block] for block in used], shelf_linear)
         if len(used) == 1:
             return block_update(parts, state, self._attention(windows, past), film, self.gate)
         order = layout.group(expert)
@@ -234,7 +234,7 @@ class Dispatch(GradientCheckpointingLayer):
         shelf: Shelf,
         blocks: Sequence[int],
         counts: list[int],
-        multiply: Callable[[Tensor, list[int], Matrices, Sequence[int]], Tensor] = shelf_linear,
+        multiply: Callable[[Tensor, list[int], Matrices, Sequence[int]], Tensor],
     ) -> BlockParts:
         """The parts of these blocks, each working on its run of `counts` tokens."""
         eps = self.config.rms_norm_eps

@@ -37,10 +37,14 @@ def strategy_experiment(
         studies: What is done at each scale.
     """
 
+    def prepare(setting: Setting) -> None:
+        study = _study(studies, setting)
+        write_corpus(study.puzzle, study.corpus, setting.folder / CORPUS)
+
     def runs(setting: Setting) -> Mapping[str, TrainConfig]:
         study = _study(studies, setting)
-        corpus = write_corpus(study.puzzle, study.corpus, setting.folder / CORPUS)
-        config = replace(study.train, data=replace(study.train.data, **data_of(study.puzzle, corpus)))
+        data = data_of(study.puzzle, setting.folder / CORPUS)
+        config = replace(study.train, data=replace(study.train.data, **data))
         return {f"{_RUN}{seed}": replace(config, seed=seed) for seed in setting.seeds}
 
     def measure(setting: Setting, folders: Mapping[str, Path]) -> Numbers:
@@ -50,7 +54,7 @@ def strategy_experiment(
             name: measure_run(study.puzzle, study.corpus, corpus, run, study.mixtures) for name, run in folders.items()
         }
 
-    return Experiment(name, purpose, published, (0,), runs, measure, draw_numbers, word_numbers)
+    return Experiment(name, purpose, published, (0,), runs, measure, draw_numbers, word_numbers, prepare=prepare)
 
 
 def data_of(puzzle: Puzzle, corpus: Path) -> dict[str, Any]:
