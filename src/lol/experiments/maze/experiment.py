@@ -2,9 +2,7 @@
 
 from lol.experiments.maze.puzzle import MazePuzzle
 from lol.experiments.strategies.corpus import CorpusConfig
-from lol.experiments.strategies.experiment import Study, strategy_experiment
-from lol.model.config import LoLConfig
-from lol.train.config import BalanceConfig, DataConfig, EvalConfig, OptimConfig, TrainConfig
+from lol.experiments.strategies.experiment import Study, strategy_experiment, tiny_run
 from lol.train.recipes import recipe
 
 
@@ -17,28 +15,7 @@ def tiny() -> Study:
     return Study(
         MazePuzzle(size=4),
         CorpusConfig(examples=300_000),
-        TrainConfig(
-            recipe="maze-tiny",
-            model=LoLConfig(
-                vocab_size=64,
-                hidden_size=128,
-                num_attention_heads=4,
-                num_prelude_layers=2,
-                num_coda_layers=2,
-                num_experts=8,
-                num_routed_depths=6,
-                window_size=16,
-                window_stride=8,
-                router_only_tokens=True,
-            ),
-            data=DataConfig(context_length=256),
-            optim=OptimConfig(learning_rate=3e-3, warmup_steps=100),
-            balance=BalanceConfig(sequence_aux=1e-3),
-            eval=EvalConfig(every=250, rows=56),
-            steps=5_000,
-            batch_size=14,
-            checkpoint_every=250,
-        ),
+        tiny_run("maze-tiny", context_length=256, batch_size=14),
     )
 
 

@@ -10,7 +10,8 @@ from lol.experiments.strategies.corpus import STRATEGY_COLUMN, TOKENIZER, TRAIN,
 from lol.experiments.strategies.measure import measure_run
 from lol.experiments.strategies.puzzle import Puzzle
 from lol.experiments.strategies.report import draw_numbers, word_numbers
-from lol.train.config import TrainConfig
+from lol.model.config import LoLConfig
+from lol.train.config import BalanceConfig, DataConfig, EvalConfig, OptimConfig, TrainConfig
 
 CORPUS, _RUN = "corpus", "seed-"
 
@@ -25,6 +26,38 @@ class Study:
     """The run, but for its data and its seed."""
     mixtures: int = 60
     """So many mixtures of two mode paths are tried."""
+
+
+def tiny_run(recipe: str, *, context_length: int, batch_size: int) -> TrainConfig:
+    """The run of a puzzle for two CPU cores, held out on as many rows as four steps read. (Sizes: decided here.)
+
+    Args:
+        recipe: Its name.
+        context_length: Tokens in a row; longer rows cut fewer puzzles and cost more in prelude and coda.
+        batch_size: Rows of a step.
+    """
+    return TrainConfig(
+        recipe=recipe,
+        model=LoLConfig(
+            vocab_size=64,
+            hidden_size=128,
+            num_attention_heads=4,
+            num_prelude_layers=2,
+            num_coda_layers=2,
+            num_experts=8,
+            num_routed_depths=6,
+            window_size=16,
+            window_stride=8,
+            router_only_tokens=True,
+        ),
+        data=DataConfig(context_length=context_length),
+        optim=OptimConfig(learning_rate=3e-3, warmup_steps=100),
+        balance=BalanceConfig(sequence_aux=1e-3),
+        eval=EvalConfig(every=250, rows=4 * batch_size),
+        steps=5_000,
+        batch_size=batch_size,
+        checkpoint_every=250,
+    )
 
 
 def strategy_experiment(
