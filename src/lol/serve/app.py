@@ -3,13 +3,12 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from lol.serve.answers import EventStream, HungUp, event, unless_hung_up
+from lol.serve.answers import EventStream, event, unless_hung_up
 from lol.serve.completions import ModelNotFound, Piece, Plan, Served, gather, plan, run
 from lol.serve.engine import Answer, Engine
 from lol.serve.errors import add_error_handlers, error_body, status_of
@@ -69,10 +68,7 @@ def _describe(served: Served) -> dict[str, Any]:
 async def _whole_answer(request: Request, answer: Answer[Piece], ready: Plan) -> Response:
     """All pieces as one; given up when the client hangs up."""
     async with answer:
-        try:
-            pieces = await unless_hung_up(request, _collect(answer))
-        except HungUp:
-            return Response(status_code=HTTPStatus.BAD_REQUEST)
+        pieces = await unless_hung_up(request, _collect(answer))
         return Response(gather(ready, pieces).to_json(), media_type="application/json")
 
 

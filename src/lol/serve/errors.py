@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from lol.decoding import ModelDiverged
 from lol.errors import UserError
+from lol.serve.answers import HungUp
 from lol.serve.engine import EngineClosed, QueueFull
 
 _TYPES = {
@@ -95,6 +96,10 @@ def add_error_handlers(app: FastAPI, forms: Mapping[str, str]) -> None:
     @app.exception_handler(ModelDiverged)
     async def failed(_request: Request, error: Exception) -> Response:
         return error_response(*status_of(error))
+
+    @app.exception_handler(HungUp)
+    async def gone(_request: Request, _error: HungUp) -> Response:
+        return error_response(HTTPStatus.BAD_REQUEST, "the client hung up")
 
     @app.exception_handler(HTTPException)
     async def http(_request: Request, error: HTTPException) -> Response:
