@@ -3,6 +3,8 @@
 export interface Model {
   id: string
   name: string
+  /** As it is written after `--model`. */
+  folder: string
   num_experts: number
   num_routed_depths: number
   window_size: number | null
