@@ -33,8 +33,6 @@ pytestmark = [
     pytest.mark.skipif(
         CHROMIUM is None and "CI" not in os.environ, reason="no browser here: apt-get install chromium"
     ),
-    # One server, one browser: on one worker.
-    pytest.mark.xdist_group("studio page"),
 ]
 
 
