@@ -17,6 +17,9 @@ export function fixed(value: number | null | undefined, digits = 3): string {
   return value === null || value === undefined ? '–' : value.toFixed(digits)
 }
 
+/** 12345 → "12,345". */
+export const whole = (value: number) => value.toLocaleString('en-US')
+
 export function percent(share: number | null | undefined, digits = 1): string {
   return share === null || share === undefined ? '–' : `${(100 * share).toFixed(digits)} %`
 }
