@@ -17,6 +17,17 @@ export function fixed(value: number | null | undefined, digits = 3): string {
   return value === null || value === undefined ? '–' : value.toFixed(digits)
 }
 
+/** Unix seconds → "3 min ago". */
+export function ago(seconds: number): string {
+  const past = Date.now() / 1000 - seconds
+  if (past < 2) return 'now'
+  if (past < 86400) return `${duration(past)} ago`
+  return new Date(seconds * 1000).toISOString().slice(0, 10)
+}
+
+/** 12345 → "12,345". */
+export const whole = (value: number) => value.toLocaleString('en-US')
+
 export function percent(share: number | null | undefined, digits = 1): string {
   return share === null || share === undefined ? '–' : `${(100 * share).toFixed(digits)} %`
 }
