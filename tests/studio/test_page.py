@@ -228,11 +228,12 @@ def test_keys_and_drags_choose_windows(watched: Watched) -> None:
     first = page.locator('button[data-depth="0"][data-window="0"]')
     first.focus()
     page.keyboard.press("ArrowDown")
-    expect(page.locator('button[data-depth="1"][data-window="0"]')).to_be_focused()
+    # The windows of depth 1 are moved by half: below the middle of the first lies the second.
+    expect(page.locator('button[data-depth="1"][data-window="1"]')).to_be_focused()
     page.keyboard.press("Shift+ArrowRight")
     expect(page.locator('button[aria-pressed="true"]')).to_have_count(2)
     page.keyboard.press("2")
-    for window in (0, 1):
+    for window in (1, 2):
         expect(page.locator(f'button[data-depth="1"][data-window="{window}"]')).to_have_text("2")
     page.keyboard.press("Delete")
     expect(page.get_by_role("button", name="Free all")).to_be_disabled()
@@ -284,8 +285,10 @@ def test_the_first_answers_are_quick(watched: Watched) -> None:
 def test_sliders_move_windows_and_dial(watched: Watched) -> None:
     page = watched.open("windows")
     with page.expect_response(lambda answer: "/api/layout" in answer.url) as asked:
-        page.get_by_label(re.compile(r"^W\b|window", re.IGNORECASE)).first.fill("16")
-    assert asked.value.json()["pairs"]["ratio"] < 1
+        page.get_by_label("Window W, as a number").fill("16")
+        page.keyboard.press("Enter")
+    assert asked.value.request.post_data_json["window_size"] == 16
+    expect(page.get_by_text(f"{100 * asked.value.json()['pairs']['ratio']:.1f}").first).to_be_visible()
     page = watched.open("dial")
     with page.expect_response(lambda answer: "/api/dial" in answer.url):
         page.get_by_role("slider").first.press("ArrowRight")

@@ -23,6 +23,8 @@ export interface About {
   models: Model[]
   runs: boolean
   results: boolean
+  /** The folder of saved paths. */
+  paths: string
   limits: { max_text_tokens: number; max_new_tokens: number; queue: number; max_saved_paths: number }
 }
 
