@@ -145,30 +145,33 @@ export interface RunSummary {
   updated: number
   num_experts: number
   num_routed_depths: number
+  /** Why its files cannot be read. */
+  problem: string | null
 }
 
 export interface Run extends RunSummary {
-  recipe: string
+  recipe: string | null
   tokens_per_second: number | null
   seconds_left: number | null
   checkpoints: number[]
   colors: string[]
   facts: [string, string][]
   /** step, loss, router entropy in nats, depth */
-  records: [number, number | null, number | null, number][]
+  records: [number, number | null, number | null, number | null][]
   held_out_records: [number, number | null][]
   load: number[][]
   load_history: { step: number; load: number[] }[]
 }
 
+/** Accuracies in percent. */
 export interface ToyRecord {
   model: string
   split: string
   split_number: number
   seed: number
   kind: 'run' | 'discovery'
-  trained: number
-  held_out: number
+  trained: number | null
+  held_out: number | null
   separation: number | null
 }
 

@@ -18,10 +18,16 @@ export function follow(name: string): Followed {
 
   async function look() {
     try {
-      const known = run?.records.at(-1)?.[0]
+      // A held-out loss is written behind the record of its step, so ask from the last of those on.
+      const known = run === null ? undefined : (run.held_out_records.at(-1)?.[0] ?? 0)
       const newest = await api.run(name, known)
       // A run that begins again at a lower step is another run.
-      run = run !== null && known !== undefined && newest.step >= known ? joined(run, newest) : newest
+      run =
+        run !== null && newest.step >= run.step
+          ? joined(run, newest)
+          : known === undefined
+            ? newest
+            : await api.run(name)
       error = null
     } catch (refused) {
       error = refused instanceof Error ? refused.message : String(refused)
@@ -40,9 +46,15 @@ export function follow(name: string): Followed {
   }
 }
 
+/** What came behind the last step that is known. */
+function behind<T extends [number, ...unknown[]]>(known: T[], newest: T[]): T[] {
+  const last = known.at(-1)?.[0] ?? -1
+  return [...known, ...newest.filter(([step]) => step > last)]
+}
+
 function joined(known: Run, newest: Run): Run {
-  const all = [...known.records, ...newest.records]
+  const all = behind(known.records, newest.records)
   const half = all.length >> 1
   const records = all.length > MOST_RECORDS ? all.filter((_, at) => at > half || at % 2 === 0) : all
-  return { ...newest, records }
+  return { ...newest, records, held_out_records: behind(known.held_out_records, newest.held_out_records) }
 }

@@ -15,7 +15,7 @@ export function sentence({ num_depths, token }: Question, layout: Layout): strin
   const first = layout.reach?.[0]?.start ?? token
   const own = layout.reach?.at(-1)?.start ?? token
   const through = num_depths === 1 ? 'the core’s one depth' : `the core’s ${num_depths} depths`
-  const share = `${token - first + 1} of the ${token + 1} up to itself`
+  const share = first === 0 ? 'all up to itself' : `${token - first + 1} of the ${token + 1} up to itself`
   const alone =
     num_depths === 1
       ? ''
