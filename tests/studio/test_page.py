@@ -125,6 +125,9 @@ class Watched:
     def open(self, view: str) -> Page:
         self.page.goto(f"{self.studio}/#/{view}")
         self.page.wait_for_load_state("networkidle")
+        # Sliders ask a moment after they are there.
+        self.page.wait_for_timeout(200)
+        expect(self.page.get_by_text(re.compile(r"^\w[\w ]*…$"))).to_have_count(0)
         return self.page
 
 
