@@ -13,7 +13,7 @@ export type Block =
   | { kind: 'table'; head: Span[][]; rows: Span[][][] }
   | { kind: 'code'; text: string }
 
-const INLINE = /`([^`]+)`|\*\*([^*]+)\*\*|!?\[([^\]]*)\]\([^)\s]*\)/g
+const INLINE = /`([^`]+)`|\*\*([^*]+)\*\*|!?\[([^\]]*)\]\([^)\s]*(?:\s+"[^"]*")?\)/g
 
 export function inline(text: string): Span[] {
   const spans: Span[] = []
