@@ -24,7 +24,7 @@ from small_run import FLAGS, MODEL, Lol, environment
 ROOT = Path(__file__).parents[2]
 AXE = ROOT / "studio" / "node_modules" / "axe-core" / "axe.min.js"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-VIEWS = ("paths", "windows", "dial", "runs", "results", "results/toy")
+VIEWS = ("paths", "windows", "dial", "runs", "runs/trained", "runs/trained/with/again", "results", "results/toy")
 TEXT = "router of layers window block path shelf token depth library"
 
 pytestmark = [
@@ -73,7 +73,8 @@ def saved_paths(runs: Path) -> Path:
 @pytest.fixture(scope="module")
 def studio(corpus: Path, trained: Path, runs: Path, saved_paths: Path) -> Iterator[str]:
     """Where `lol studio` listens."""
-    shutil.copytree(trained, runs / "trained")
+    for name in ("trained", "again"):
+        shutil.copytree(trained, runs / name)
     loud = _write_model(runs.parent / "loud", corpus)
     large = _write_model(runs.parent / "four-million", corpus, **FOUR_MILLION)
     command = [sys.executable, "-m", "lol", "studio", "--port", "0", "--model", str(loud), str(large)]
