@@ -20,9 +20,9 @@ export function answer<Q, A>(
 
   $effect(() => {
     const asked = question()
+    waiting = asked !== null
     if (asked === null) return
     const leaving = new AbortController()
-    waiting = true
     const timer = setTimeout(async () => {
       try {
         const newest = await ask(asked, leaving.signal)
