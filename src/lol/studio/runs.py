@@ -168,7 +168,7 @@ class Runs:
             step=state.step,
             steps=None if state.plan is None else state.plan.steps,
             loss=_finite(state.losses[-1][1]) if state.losses else None,
-            held_out=_finite(state.held_out[-1][1]) if state.held_out else None,
+            held_out=_finite(_newest_held_out(state)),
             updated=_updated(state.run),
             num_experts=0 if model is None else model.num_experts,
             num_routed_depths=0 if model is None else model.num_routed_depths,
@@ -197,6 +197,13 @@ def _records(state: RunState, after: int | None) -> list[tuple[float, float | No
 
 def _first_behind(points: Points, after: int) -> int:
     return next((place for place, (step, _) in enumerate(points) if step > after), len(points))
+
+
+def _newest_held_out(state: RunState) -> float | None:
+    """A finished run measures itself once more, on everything that was held out."""
+    if state.summary is not None and "held_out_loss" in state.summary:
+        return state.summary["held_out_loss"]
+    return state.held_out[-1][1] if state.held_out else None
 
 
 def _held_out(state: RunState, after: int | None) -> Points:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int
@@ -87,7 +87,7 @@ def trace(loaded: Loaded, text: str, path: GivenPath | None, path_weight: float 
         UserError: a text or a path that the model cannot run.
     """
     ids = read_text(loaded, text)
-    decoding = Decoding(loaded.model, path=path, path_weight=path_weight, with_probabilities=True)
+    decoding = begin(loaded, path, path_weight)
     for _ in decoding.read(ids):
         yield None
     view = View(loaded.model.config, decoding.path, most=len(ids))
@@ -97,6 +97,12 @@ def trace(loaded: Loaded, text: str, path: GivenPath | None, path_weight: float 
         depths[window.depth].windows.append(view.of(window))
     texts = token_texts(loaded.tokenizer, ids)
     yield Trace([TextToken(id_, part) for id_, part in zip(ids, texts, strict=True)], depths)
+
+
+def begin(loaded: Loaded, path: GivenPath | None, path_weight: float | None, **rest: Any) -> Decoding:
+    """A decoding whose windows tell probabilities. Where nothing is forced, no weight of it is asked for."""
+    weight = None if path is None else path_weight
+    return Decoding(loaded.model, path=path, path_weight=weight, with_probabilities=True, **rest)
 
 
 class View:
