@@ -30,9 +30,7 @@ TEXT = "router of layers window block path shelf token depth library"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        CHROMIUM is None and "CI" not in os.environ, reason="no browser here: apt-get install chromium"
-    ),
+    pytest.mark.skipif(CHROMIUM is None and "CI" not in os.environ, reason="no browser here: apt-get install chromium"),
 ]
 
 
@@ -282,7 +280,9 @@ def test_the_first_answers_are_quick(watched: Watched) -> None:
         seconds.append(time.perf_counter() - began)
         page.get_by_role("button", name="Free all").click()
     forced, alone = statistics.median(seconds), statistics.median(plain)
-    print(f"first forced token after {1000 * forced:.0f} ms, {forced / alone:.1f} times a plain call's {1000 * alone:.0f}")
+    print(
+        f"first forced token after {1000 * forced:.0f} ms, {forced / alone:.1f} times a plain call's {1000 * alone:.0f}"
+    )
     assert forced < 0.3
 
 
