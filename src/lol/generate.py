@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from lol.data.token_text import TokenText
+from lol.data.tokenizer import encode_prompt
 from lol.decoding import Decoding, GivenPath, Sampling, Window, end_ids, seeded
 from lol.errors import UserError
 from lol.model.base import check_ids
@@ -105,11 +106,11 @@ class Document:
         """
         if self.ended:
             raise UserError("the document has ended: begin a new one")
-        ids = self.tokenizer(text, add_special_tokens=self.num_tokens == 0, verbose=False)["input_ids"]
+        ids = encode_prompt(self.tokenizer, text, begins=self.num_tokens == 0)
         if not ids and not self.num_tokens:
             raise UserError("there is nothing to go on from: give a prompt, or a tokenizer that begins documents (BOS)")
         check_ids(torch.tensor(ids, dtype=torch.long), self.model.config.vocab_size)
-        return self._pieces(list(ids), sampling or Sampling())
+        return self._pieces(ids, sampling or Sampling())
 
     def _pieces(self, ids: list[int], sampling: Sampling) -> Iterator[Piece]:
         # All at once: what is left in the middle is in the document all the same.

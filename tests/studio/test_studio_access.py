@@ -63,7 +63,7 @@ def test_headers(client: Client) -> None:
     assert page.headers["content-type"].startswith("text/html")
     for answer in (page, client.get("/api/about"), client.get("/none"), client.get("/", headers={"host": "evil"})):
         assert answer.headers["content-security-policy"] == (
-            "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+            "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
         )
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["referrer-policy"] == "no-referrer"

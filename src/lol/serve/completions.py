@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from lol.data.token_text import TokenText
+from lol.data.tokenizer import encode_prompt
 from lol.decoding import Decoding, Sampling, Token, Window, end_ids, lay_path
 from lol.errors import UserError
 from lol.model.base import check_ids
@@ -152,7 +153,7 @@ def _read_prompts(request: CompletionRequest, served: Served) -> Iterator[tuple[
     prompts = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
     longest = served.limits.max_prompt_tokens
     for prompt in prompts:
-        ids = served.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        ids = encode_prompt(served.tokenizer, prompt) if isinstance(prompt, str) else prompt
         ids = tuple(cast(list[int], ids))
         if not ids:
             raise UserError("a prompt of token ids is empty: give at least one id")

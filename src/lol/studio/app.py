@@ -142,7 +142,7 @@ def _add_run_routes(app: FastAPI, shown: Shown) -> None:
     async def about() -> Response:
         def say() -> protocol.About:
             there = (shown.runs.root is not None, shown.results.root is not None)
-            return protocol.About(VERSION, shown.models.listed(), *there, protocol.Limits())
+            return protocol.About(VERSION, shown.models.listed(), *there, str(shown.paths.folder), protocol.Limits())
 
         return await _in_thread(say)
 

@@ -42,6 +42,8 @@ class Model:
 
     id: str
     name: str
+    folder: str
+    """As it is written after `--model`; of a run, its checkpoint's."""
     num_experts: int
     num_routed_depths: int
     window_size: int | None
@@ -160,6 +162,7 @@ def describe(id_: str, name: str, folder: Path) -> Model:
     return Model(
         id=id_,
         name=name,
+        folder=str(folder),
         num_experts=config.num_experts,
         num_routed_depths=config.num_routed_depths,
         window_size=config.core_window,

@@ -104,6 +104,8 @@ class About:
     runs: bool
     """Whether there is a folder of runs."""
     results: bool
+    paths: str
+    """Where paths are saved, as it is written after `--paths`."""
     limits: Limits
 
 

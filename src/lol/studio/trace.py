@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from lol.data.tokenizer import encode_prompt
 from lol.decoding import Decoding, GivenPath, lay_path
 from lol.decoding import Window as Begun
 from lol.errors import UserError
@@ -71,7 +72,7 @@ def read_text(loaded: Loaded, text: str) -> list[int]:
     Raises:
         UserError: there are none, or too many.
     """
-    ids = cast(list[int], loaded.tokenizer(text, verbose=False)["input_ids"])
+    ids = encode_prompt(loaded.tokenizer, text)
     if not ids:
         raise UserError("the text is empty, and this model's documents have no token to begin with: type something")
     if len(ids) > MAX_TEXT_TOKENS:
