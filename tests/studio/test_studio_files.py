@@ -133,6 +133,7 @@ def test_a_run_that_grows_is_read_on(trained: Path, tmp_path: Path, monkeypatch:
         assert MAX_LOADS // 2 <= len(detail.load_history) <= MAX_LOADS
         reads = []
         follower = runs._followers[run]
+        assert MAX_LOADS <= len(follower.state.load_history) <= 2 * MAX_LOADS
         poll = follower._tail.poll
         monkeypatch.setattr(follower._tail, "poll", lambda: reads.append(poll()) or reads[-1])
         log.write(template | {"step": 9001, "loss": 0.5, "flops": 9001})
@@ -169,6 +170,10 @@ def test_a_scan_ends(tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPa
         deep = deep / f"level{level}"
         shutil.copytree(trained, deep / "run")
         (deep / "loop").symlink_to(tmp_path)
+    # A run whose records lie elsewhere is none.
+    shutil.copytree(trained, tmp_path / "lent")
+    (tmp_path / "lent/metrics.jsonl").unlink()
+    (tmp_path / "lent/metrics.jsonl").symlink_to(trained / "metrics.jsonl")
     names = set(Runs(tmp_path).folders())
     assert names == {"/".join([f"level{level}" for level in range(number)]) + "/run" for number in (1, 2, 3)}
     monkeypatch.setattr("lol.studio.folders.MAX_RUNS", 2)
