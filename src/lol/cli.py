@@ -16,7 +16,8 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   watch          draw a run while it trains: lol watch runs/demo
   recipe list|show   the recipes; all that one decides: lol recipe show math-1b
   generate       continue a prompt, or what you type; --path forces blocks
-  serve | studio   OpenAI's completions, with paths | see and change paths
+  serve          OpenAI's completions, with paths: lol serve --model runs/demo
+  studio         a page: see a path, change it, watch what happens
   paths show     print the block of every window and depth of a text
   paths report   write a run's report.html: lol paths report --run runs/demo
   paths utilisation|map|probe|mode|force   what paths tell of labelled text
