@@ -30,7 +30,7 @@ from lol.model.config import LoLConfig
 from lol.model.grouped import autocast, fits_kernel, kernel_linear, shelf_linear
 from lol.model.layers import BlockParts, Film, block_update, rms_normalize, swiglu
 from lol.model.shared_gradient import Matrices
-from lol.model.short_windows import Packed, Shape, short_window_update
+from lol.model.short_windows import Packed, Shape, run_short_windows
 from lol.model.windows import WindowLayout, Windows, line_up
 
 NORMS = ("attn_norm", "mlp_norm")
@@ -94,13 +94,17 @@ class Library(nn.Module):
 
     def forward(self) -> Shelf:
         """Take the stacks apart, once per forward pass of the model; under autocast the projections are cast here."""
-        stacks: dict[str, Tensor] = {name: getattr(self, name)(_as_is) for name in NORMS}
-        stacks |= {name: getattr(self, name)(autocast) for name in PROJECTIONS}
+        stacks = self.stacks()
         if all(fits_kernel(stacks[name]) for name in PROJECTIONS):
             # Views, for FSDP2 leaves a hook on whatever is returned, and a parameter would keep it.
             return {name: stack.view_as(stack) for name, stack in stacks.items()}
         apart: Shelf = {name: stacks[name].unbind(0) for name in NORMS}
         return apart | {name: Matrices.of(stacks[name]) for name in PROJECTIONS}
+
+    def stacks(self) -> dict[str, Tensor]:
+        """The stacks as they are, by name; under autocast the projections are cast."""
+        stacks: dict[str, Tensor] = {name: getattr(self, name)(_as_is) for name in NORMS}
+        return stacks | {name: getattr(self, name)(autocast) for name in PROJECTIONS}
 
     @property
     def is_adapted(self) -> bool:
@@ -128,7 +132,8 @@ class Dispatch(GradientCheckpointingLayer):
         weight: Float[Tensor, "K"],
         film: Film | None,
         past: DepthPass | None = None,
-    ) -> Float[Tensor, "T d"]:
+        wanted: int | None = None,
+    ) -> Float[Tensor, "wanted_T d"]:
         """Run on every window its block: s ← s + weight · (E(s) - s).
 
         Args:
@@ -140,12 +145,15 @@ class Dispatch(GradientCheckpointingLayer):
             weight: The weight of each window's update.
             film: This depth's modulation, or `None`.
             past: What a cache keeps of these windows, or `None`; the loop has no form for it.
+            wanted: How many first tokens of each window to return, all without; for a packed shelf alone.
         """
         if isinstance(shelf, Packed):
             assert film is None, "no modulation on a packed shelf"
             assert past is None, "no cache on a packed shelf"
-            update = short_window_update(state, shelf, expert, self._shape(layout.windows))
-        elif self.form == "loop" and past is None:
+            shape = self._shape(layout.windows, wanted)
+            return run_short_windows(state, weight.to(state.dtype), shelf, expert, shape)
+        assert wanted is None, "a part of each window is for a packed shelf"
+        if self.form == "loop" and past is None:
             update = self._run_loop(state, shelf, layout, expert, film)
         elif isinstance(shelf["q_proj"], Tensor):
             update = self._run_kernel(state, shelf, layout, expert, film, past)
@@ -253,11 +261,18 @@ class Dispatch(GradientCheckpointingLayer):
 
         return _gather_parts(scale, project)
 
-    def _shape(self, windows: Windows) -> Shape:
-        assert windows.equal_length is not None, "a packed shelf needs windows of one length"
-        config = self.config
-        width, heads = config.hidden_size, config.num_attention_heads
-        return Shape(windows.equal_length, width, heads, config.rope_theta, self.is_causal, config.rms_norm_eps)
+    def _shape(self, windows: Windows, wanted: int | None) -> Shape:
+        length, config = windows.equal_length, self.config
+        assert length is not None, "a packed shelf needs windows of one length"
+        return Shape(
+            length=length,
+            wanted=length if wanted is None else wanted,
+            width=config.hidden_size,
+            heads=config.num_attention_heads,
+            rope_theta=config.rope_theta,
+            is_causal=self.is_causal,
+            eps=config.rms_norm_eps,
+        )
 
     def _attention(self, windows: Windows, past: DepthPass | None = None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         if past is not None:

@@ -218,7 +218,7 @@ class Discovery:
         )
         weight = None if weight is None else weight.flatten(0, 1)
         logits = self.model(digits, program, path=paths.flatten(0, 1), weight=weight, generator=self.generator).logits
-        losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+        losses = F.cross_entropy(logits.transpose(1, 2), target, reduction="none")
         return losses.view(batch, tries, -1).mean(-1)
 
     def settle(self) -> None:

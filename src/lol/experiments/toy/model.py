@@ -32,8 +32,8 @@ class ToyOutput:
     """The block of each step; the most probable one where all run."""
     router_logits: tuple[Float[Tensor, "B L"], ...]
     """Of each step; empty where no router is asked."""
-    states: tuple[Float[Tensor, "B n d"], ...]
-    """Before the first step and after each."""
+    states: tuple[Float[Tensor, "B _ d"], ...]
+    """Before the first step and after each; after the last, of the digits' places alone, which are all that is read."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,14 @@ class ToyModel(LoLPreTrainedModel):
         state, states = x.flatten(0, 1), [x]
         experts, router_logits = [], []
         for step in range(steps):
+            wanted = NUM_DIGITS if step == steps - 1 else length
             if step and between != "nothing":
                 state = self._between(state.view(batch, length, -1), between, generator).flatten(0, 1)
             forced = None if path is None else path[:, step]
             if self.router is None:
                 assert forced is not None
                 expert, share = forced, state.new_ones(batch) if weight is None else weight[:, step]
-                state = self._run(state, shelf, expert, share)
+                state = self._run(state, shelf, expert, share, wanted)
             else:
                 assert instruction is not None
                 features = self._features(state.view(batch, length, -1), step, instruction)
@@ -142,13 +143,14 @@ class ToyModel(LoLPreTrainedModel):
                 )
                 router_logits.append(logits)
                 if mixture is None:
-                    state = self._run(state, shelf, expert, share)
+                    state = self._run(state, shelf, expert, share, wanted)
                 else:
-                    state = self._mix(state, shelf, mixture.shares(logits, step))
+                    state = self._mix(state, shelf, mixture.shares(logits, step), wanted)
             experts.append(expert)
-            states.append(state.view(batch, length, -1))
-        last = states[-1][:, :NUM_DIGITS]
-        return ToyOutput(self.head(self.norm(last)), torch.stack(experts, dim=1), tuple(router_logits), tuple(states))
+            states.append(state.view(batch, wanted, -1))
+        return ToyOutput(
+            self.head(self.norm(states[-1])), torch.stack(experts, dim=1), tuple(router_logits), tuple(states)
+        )
 
     def _features(self, state: Tensor, step: int, instruction: Tensor) -> Float[Tensor, "B d"]:
         """½ (mean state + depth embedding); where the blocks are blind, plus the mean of the program's embeddings."""
@@ -172,21 +174,36 @@ class ToyModel(LoLPreTrainedModel):
     def _take_shelf(self) -> Shelf | Packed | TorchBlocks:
         if isinstance(self.library, TorchBlocks):
             return self.library
-        return pack(self.library()) if self.packs_shelf else self.library()
+        return pack(self.library.stacks(), self.toy.num_heads) if self.packs_shelf else self.library()
 
-    def _run(self, state: Tensor, shelf: Shelf | Packed | TorchBlocks, expert: Tensor, weight: Tensor) -> Tensor:
+    def _run(
+        self, state: Tensor, shelf: Shelf | Packed | TorchBlocks, expert: Tensor, weight: Tensor, wanted: int
+    ) -> Tensor:
+        """One step of every example, of which the first `wanted` tokens are returned."""
         examples, length = expert.shape[0], state.shape[0] // expert.shape[0]
         if isinstance(shelf, TorchBlocks):
-            return shelf(state.view(examples, length, -1), expert, weight).flatten(0, 1)
-        return self.dispatch(state, shelf, _one_window_each(examples, length), expert, weight, None)
+            moved = shelf(state.view(examples, length, -1), expert, weight).flatten(0, 1)
+            return _first_tokens(moved, length, wanted)
+        layout = _one_window_each(examples, length)
+        if isinstance(shelf, Packed):
+            return self.dispatch(state, shelf, layout, expert, weight, None, wanted=wanted)
+        return _first_tokens(self.dispatch(state, shelf, layout, expert, weight, None), length, wanted)
 
-    def _mix(self, state: Tensor, shelf: Shelf | Packed | TorchBlocks, shares: Float[Tensor, "B L"]) -> Tensor:
+    def _mix(
+        self, state: Tensor, shelf: Shelf | Packed | TorchBlocks, shares: Float[Tensor, "B L"], wanted: int
+    ) -> Tensor:
         """s + Σ_m share_m (E_m(s) - s): every block on a copy of every window."""
         batch, blocks = shares.shape
         copies = state.repeat(blocks, 1)
         expert = torch.arange(blocks).repeat_interleave(batch)
-        moved = self._run(copies, shelf, expert, shares.t().flatten())
-        return state + (moved - copies).unflatten(0, (blocks, -1)).sum(0)
+        moved = self._run(copies, shelf, expert, shares.t().flatten(), wanted)
+        first = _first_tokens(state, len(state) // batch, wanted)
+        return first + (moved.unflatten(0, (blocks, -1)) - first).sum(0)
+
+
+def _first_tokens(stream: Float[Tensor, "T d"], length: int, wanted: int) -> Float[Tensor, "wanted_T d"]:
+    """Those of each window."""
+    return stream if wanted == length else stream.unflatten(0, (-1, length))[:, :wanted].flatten(0, 1)
 
 
 @cache

@@ -85,7 +85,7 @@ class Training:
             group["lr"] = learning_rate_at(step, config.train_steps, config.optim)
         examples = draw(config, self.split.trained, config.batch_size, self.generator)
         output = forward_in_training(model, examples, step, self.generator)
-        loss = F.cross_entropy(output.logits.flatten(0, 1), examples.target.flatten())
+        loss = F.cross_entropy(output.logits.transpose(1, 2), examples.target)
         if config.sequence_aux:
             loss = loss + config.sequence_aux * sequence_balance(output)
         loss.backward()
