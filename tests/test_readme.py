@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -43,6 +45,9 @@ def test_every_command_of_the_readme_runs(tmp_path: Path):
     }
     printed = ""
     for language, code in code_blocks():
+        if code.startswith("lol studio"):
+            begin_and_end([*shlex.split(code), "--port", "0"], tmp_path, environment)
+            continue
         command = ["bash", "-euo", "pipefail", "-c", code] if language == "bash" else [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
@@ -52,6 +57,17 @@ def test_every_command_of_the_readme_runs(tmp_path: Path):
     change = re.search(r"largest change of a logit: ([\d.]+)", printed)
     assert change is not None
     assert float(change[1]) > 0
+
+
+def begin_and_end(command: list[str], folder: Path, environment: dict[str, str]) -> None:
+    """A server runs until it is told to end; here once it says that it is ready."""
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert "http://127.0.0.1:" in process.stdout.readline()
+        finally:
+            process.send_signal(signal.SIGINT)
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

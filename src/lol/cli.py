@@ -17,6 +17,7 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   recipe list|show   the recipes; all that one decides: lol recipe show math-1b
   generate       continue a prompt, or what you type; --path forces blocks
   serve          OpenAI's completions, with paths: lol serve --model runs/demo
+  studio         a page: see a path, change it, watch what happens
   paths show     print the block of every window and depth of a text
   paths report   write a run's report.html: lol paths report --run runs/demo
   paths utilisation|map|probe|mode|force   what paths tell of labelled text

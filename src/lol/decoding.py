@@ -4,8 +4,9 @@ A step loop on the model's own cache. Each pass tells its routing, so the path c
 only; text, prompts and who asked are other files' concern.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -24,6 +25,10 @@ CHUNK = 512
 
 # Below this temperature one score is beyond the reach of the next, and a quotient may overflow.
 _COLDEST = 1e-10
+
+
+GivenPath: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Int[Tensor, "..."]
+"""A path as callers give it: one block per depth, or per depth a row of one block per window."""
 
 
 class ModelDiverged(UserError):
@@ -99,6 +104,9 @@ class Window:
     """The block that it runs."""
     weight: float
     """Of the block's update."""
+    probabilities: tuple[float, ...] | None = None
+    """The router's of each block, without balancing bias, whatever is forced. `None` where nobody asked, and where the
+    model has no router."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +136,11 @@ class Decoding:
         self,
         model: LoLForCausalLM,
         *,
-        path: Sequence[int] | Int[Tensor, "..."] | None = None,
+        path: GivenPath | None = None,
         path_weight: float | None = None,
         generator: torch.Generator | None = None,
         num_top: int | None = None,
+        with_probabilities: bool = False,
     ):
         """Begin a text.
 
@@ -141,11 +150,13 @@ class Decoding:
             path_weight: Weight of a forced block's update; `None` takes the router's own probability of it.
             generator: Source of the samples, on the model's device. Default: one of seed 0.
             num_top: Give log-probabilities, and the so many best tokens of each place; `None` gives neither.
+            with_probabilities: Let windows tell the router's probabilities.
         """
         self.model = model
         self.path_weight = path_weight
         self.generator = generator or seeded(0, model.device)
         self.num_top = num_top
+        self.with_probabilities = with_probabilities
         self.num_run = 0
         """Tokens that were run."""
         self.path = path
@@ -164,7 +175,7 @@ class Decoding:
     def path(self) -> Int[Tensor, "..."] | None:
         """The blocks that windows which begin from now on have to run: one per depth, (D,) or (D, 1), for every window,
         or one per window, (D, K), windows from K on being free. -1 leaves a window to the router, `None` all of them.
-        Windows that have begun keep their block.
+        Rows of a list may differ in length: shorter ones are filled with -1. Windows that have begun keep their block.
 
         Raises:
             UserError: when set to a path that does not fit the model.
@@ -172,11 +183,8 @@ class Decoding:
         return self._path
 
     @path.setter
-    def path(self, path: Sequence[int] | Int[Tensor, "..."] | None) -> None:
-        blocks = None if path is None else torch.as_tensor(path, dtype=torch.long)
-        if blocks is not None:
-            check_path(blocks, self.model.config)
-        self._path = blocks
+    def path(self, path: GivenPath | None) -> None:
+        self._path = None if path is None else lay_path(path, self.model.config)
 
     def read(self, ids: Sequence[int] = (), scored: bool = False) -> Iterator[list[Token]]:
         """Add tokens to the text and run all that are not run yet; after each pass, the tokens of `ids` it has run.
@@ -212,6 +220,12 @@ class Decoding:
             self._unrun.append(id_)
             yield self._token(id_, self.num_run, None if self.num_top is None else self._scores)
 
+    def logprobs(self) -> Float[Tensor, "V"]:
+        """Log-probabilities of the token behind those that were run, of which there has to be one, before temperature,
+        top_k and top_p."""
+        assert self._scores is not None
+        return self._scores.log_softmax(-1)
+
     def windows(self) -> list[Window]:
         """The path of the tokens that were run, in order of depth and window; no `end` is behind the last of them."""
         ends = {key: self.num_run if window.end is None else window.end for key, window in self._windows.items()}
@@ -228,15 +242,16 @@ class Decoding:
             path=None if self.path is None else fit_path(self.path, config.windows_in(num_run)),
             path_weight=self.path_weight,
             logits_to_keep=0 if every_place else 1,
+            output_router_logits=self.with_probabilities,
         )
         scores = output.logits[0].float()
         if not bool(scores.isfinite().all()):
             raise ModelDiverged("the model's scores are not finite: it has diverged; take an earlier checkpoint")
         self.num_run, self._unrun, self._scores = num_run, self._unrun[len(ids) :], scores[-1]
-        for window in _read_windows(config, output.routing):
-            if (window.depth, window.window) not in self._windows:
-                self._windows[window.depth, window.window] = window
-                self._untold.append(window)
+        logits = output.router_logits if self.with_probabilities else None
+        for window in _begun_windows(config, output.routing, logits, self._windows):
+            self._windows[window.depth, window.window] = window
+            self._untold.append(window)
         self._untold.sort(key=lambda window: window.start)
         return scores
 
@@ -250,6 +265,23 @@ class Decoding:
         best, ids = logprobs.topk(min(self.num_top or 0, len(logprobs)))
         top = tuple(zip(ids.tolist(), best.tolist(), strict=True))
         return Token(id_, position, windows, float(logprobs[id_]), top)
+
+
+def lay_path(path: GivenPath, config: LoLConfig) -> Int[Tensor, "..."]:
+    """A path as a tensor, (D,) or (D, K), checked; shorter rows are filled with -1.
+
+    Raises:
+        UserError: the model cannot run it.
+    """
+    if not isinstance(path, Tensor) and path and any(isinstance(row, Sequence) for row in path):
+        if not all(isinstance(row, Sequence) for row in path):
+            raise UserError("path mixes blocks and rows of blocks: give one block per depth, or a row for each depth")
+        rows = cast(Sequence[Sequence[int]], path)
+        width = max(map(len, rows))
+        path = [[*row, *[-1] * (width - len(row))] for row in rows]
+    blocks = torch.as_tensor(path, dtype=torch.long)
+    check_path(blocks, config)
+    return blocks
 
 
 def check_path(path: Int[Tensor, "..."], config: LoLConfig) -> None:
@@ -266,8 +298,14 @@ def end_ids(model: LoLForCausalLM, tokenizer: PreTrainedTokenizerFast) -> set[in
     return {int(token) for token in listed if token is not None}
 
 
-def _read_windows(config: LoLConfig, routing: Routing) -> Iterator[Window]:
-    """The windows of a pass over one row, those that began earlier too."""
+def _begun_windows(
+    config: LoLConfig,
+    routing: Routing,
+    logits: tuple[Tensor, ...] | None,
+    known: Mapping[tuple[int, int], Window],
+) -> Iterator[Window]:
+    """The windows of a pass over one row that are not known yet, by depth and number; with the router's logits, told
+    its probabilities."""
     assert routing.experts is not None
     assert routing.weights is not None
     assert routing.first_window is not None
@@ -277,6 +315,8 @@ def _read_windows(config: LoLConfig, routing: Routing) -> Iterator[Window]:
         shift = config.window_shift(depth)
         for place, expert in enumerate(experts):
             number = first[depth] + place
+            if expert < 0 or (depth, number) in known:
+                continue
             start, end = (0, None) if size is None else (max(number * size - shift, 0), (number + 1) * size - shift)
-            if expert >= 0:
-                yield Window(depth, number, start, end, expert, weights[depth][place])
+            shares = None if logits is None else tuple(logits[depth][0, place].float().softmax(-1).tolist())
+            yield Window(depth, number, start, end, expert, weights[depth][place], shares)

@@ -5,7 +5,7 @@ only its new tokens are run. For beams, batches and other samplers there is tran
 greedy and sampled text this is, seed by seed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from lol.data.token_text import TokenText
-from lol.decoding import Decoding, Sampling, Window, end_ids, seeded
+from lol.data.tokenizer import encode_prompt
+from lol.decoding import Decoding, GivenPath, Sampling, Window, end_ids, seeded
 from lol.errors import UserError
 from lol.model.base import check_ids
 from lol.model.lm import LoLForCausalLM
@@ -48,7 +49,8 @@ class Document:
         model: LoLForCausalLM,
         tokenizer: PreTrainedTokenizerFast,
         *,
-        path: Sequence[int] | None = None,
+        path: GivenPath | None = None,
+        path_weight: float | None = None,
         generator: torch.Generator | None = None,
     ):
         """Begin a document.
@@ -57,13 +59,14 @@ class Document:
             model: In eval mode.
             tokenizer: Its own.
             path: As `self.path`.
+            path_weight: Weight of a forced block's update; `None` takes the router's own probability of it.
             generator: Source of the samples, on the model's device. Default: one of seed 0.
         """
         self.model = model
         self.tokenizer = tokenizer
         self.ended = False
         """Whether the model has ended the document. There is nothing to write after that."""
-        self._decoding = Decoding(model, path=path, generator=generator)
+        self._decoding = Decoding(model, path=path, path_weight=path_weight, generator=generator)
         self._text = TokenText(tokenizer)
         self._ends = end_ids(model, tokenizer)
 
@@ -73,9 +76,10 @@ class Document:
         return self._decoding.num_tokens
 
     @property
-    def path(self) -> list[int] | None:
-        """One block per depth that every window is to run that begins from now on; -1 leaves a depth to the router,
-        `None` all of them. Windows that have begun keep their block.
+    def path(self) -> list[int] | list[list[int]] | None:
+        """The blocks that windows which begin from now on are to run: one per depth, for every window, or per depth a
+        row of one per window, windows behind its end being free. -1 leaves a window to the router, `None` all of them.
+        With one block in every row it holds for every window. Windows that have begun keep their block.
 
         Raises:
             UserError: when set to a path that does not fit the model.
@@ -83,7 +87,7 @@ class Document:
         return None if self._decoding.path is None else self._decoding.path.tolist()
 
     @path.setter
-    def path(self, path: Sequence[int] | None) -> None:
+    def path(self, path: GivenPath | None) -> None:
         self._decoding.path = path
 
     def write(self, text: str = "", sampling: Sampling | None = None) -> Iterator[Piece]:
@@ -102,11 +106,11 @@ class Document:
         """
         if self.ended:
             raise UserError("the document has ended: begin a new one")
-        ids = self.tokenizer(text, add_special_tokens=self.num_tokens == 0, verbose=False)["input_ids"]
+        ids = encode_prompt(self.tokenizer, text, begins=self.num_tokens == 0)
         if not ids and not self.num_tokens:
             raise UserError("there is nothing to go on from: give a prompt, or a tokenizer that begins documents (BOS)")
         check_ids(torch.tensor(ids, dtype=torch.long), self.model.config.vocab_size)
-        return self._pieces(list(ids), sampling or Sampling())
+        return self._pieces(ids, sampling or Sampling())
 
     def _pieces(self, ids: list[int], sampling: Sampling) -> Iterator[Piece]:
         # All at once: what is left in the middle is in the document all the same.
@@ -133,7 +137,8 @@ def stream_text(
     top_k: int | None = 50,
     top_p: int | float = 1.0,
     seed: int = 0,
-    path: Sequence[int] | None = None,
+    path: GivenPath | None = None,
+    path_weight: float | None = None,
 ) -> Iterator[Piece]:
     """Continue a prompt, which counts as the beginning of a document, piece by piece.
 
@@ -146,7 +151,9 @@ def stream_text(
         top_k: Sample among so many most probable tokens; `None`: among all.
         top_p: Sample among the most probable tokens that have this much probability together.
         seed: Decides the sample: the text is that of `model.generate` after `torch.manual_seed(seed)`.
-        path: One block per depth that every window is to run; -1 leaves a depth to the router.
+        path: One block per depth that every window is to run, or a row per depth of one block per window; -1 leaves a
+            window to the router (`Document.path`).
+        path_weight: Weight of a forced block's update; `None` takes the router's own probability of it.
 
     Returns:
         The pieces of prompt and continuation. Mistakes are raised here, not by the first piece; closing the iterator
@@ -157,7 +164,7 @@ def stream_text(
     """
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p)
     generator = seeded(seed, model.device)
-    return Document(model, tokenizer, path=path, generator=generator).write(prompt, sampling)
+    return Document(model, tokenizer, path=path, path_weight=path_weight, generator=generator).write(prompt, sampling)
 
 
 def generate_text(
@@ -170,7 +177,8 @@ def generate_text(
     top_k: int | None = 50,
     top_p: int | float = 1.0,
     seed: int = 0,
-    path: Sequence[int] | None = None,
+    path: GivenPath | None = None,
+    path_weight: float | None = None,
 ) -> str:
     """Prompt and continuation: the text of `stream_text`, whose arguments and errors these are."""
     pieces = stream_text(
@@ -183,5 +191,6 @@ def generate_text(
         top_p=top_p,
         seed=seed,
         path=path,
+        path_weight=path_weight,
     )
     return "".join(piece.text for piece in pieces)

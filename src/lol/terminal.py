@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerFast
 
-from lol.decoding import seeded
+from lol.decoding import GivenPath, seeded
 from lol.errors import UserError, is_whole_text
 from lol.generate import Document, Piece, Sampling, Window
 from lol.model.lm import LoLForCausalLM
@@ -125,7 +125,8 @@ def generate(
     *,
     sampling: Sampling,
     seed: int,
-    path: list[int] | None = None,
+    path: GivenPath | None = None,
+    path_weight: float | None = None,
     show_path: bool = False,
 ) -> int:
     """Continue a prompt, or, where there is none, what standard input holds: the whole of a pipe as one prompt (a line
@@ -139,8 +140,8 @@ def generate(
     """
     generator = seeded(seed, model.device)
 
-    def begin(path: list[int] | None) -> Document:
-        return Document(model, tokenizer, path=path, generator=generator)
+    def begin(path: GivenPath | None) -> Document:
+        return Document(model, tokenizer, path=path, path_weight=path_weight, generator=generator)
 
     document = begin(path)
     if prompt is None and sys.stdin.isatty():
@@ -156,7 +157,7 @@ def generate(
 
 
 def converse(
-    document: Document, begin: Callable[[list[int] | None], Document], sampling: Sampling, screen: Screen
+    document: Document, begin: Callable[[GivenPath | None], Document], sampling: Sampling, screen: Screen
 ) -> int:
     """Read lines and go on from each, until the input ends; returns the exit code.
 

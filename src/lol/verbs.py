@@ -1,7 +1,8 @@
 """What each verb of `lol` does with its flags: it calls the part of the package that does the work."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,23 +91,40 @@ class Generate:
     """Decides the sample."""
     path: list[int] | None = None
     """One block per depth that every window is to run; -1 leaves a depth to the router."""
+    path_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Instead of --path: a path that lol studio has saved, with its weight."""
     show_path: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print to standard error, where windows begin, the block and weight of each depth."""
 
 
 def generate(args: list[str]) -> int:
     from lol import terminal
+    from lol.decoding import lay_path
     from lol.generate import Sampling
+    from lol.paths.saved import SavedPath, read_saved_path
     from lol.train.loading import load_model
 
     command = parse(Generate, "generate", args)
     sampling = Sampling(command.max_new_tokens, command.temperature, command.top_k, command.top_p)
+    saved: SavedPath | None = None
+    if command.path_file is not None:
+        if command.path is not None:
+            raise UserError("--path and --path-file both force blocks: give one of them")
+        saved = read_saved_path(command.path_file)
+    model, tokenizer = load_model(command.model)
+    if saved is not None:
+        try:
+            lay_path(saved.path, model.config)
+        except UserError as error:
+            raise UserError(f"{command.path_file} is no path of {command.model}: {error}") from None
     return terminal.generate(
-        *load_model(command.model),
+        model,
+        tokenizer,
         command.prompt,
         sampling=sampling,
         seed=command.seed,
-        path=command.path,
+        path=command.path if saved is None else saved.path,
+        path_weight=None if saved is None else saved.path_weight,
         show_path=command.show_path,
     )
 
@@ -115,16 +133,33 @@ def serve(args: list[str]) -> int:
     from lol.serve.limits import Serve
 
     command = parse(Serve, "serve", args)
-    try:
+    with _needs_extra("serve"):
         from lol.serve.server import serve as run_server
+    run_server(command)
+    return 0
+
+
+def studio(args: list[str]) -> int:
+    from lol.studio.limits import Studio
+
+    command = parse(Studio, "studio", args)
+    with _needs_extra("studio"):
+        from lol.studio.server import studio as run_studio
+    run_studio(command)
+    return 0
+
+
+@contextmanager
+def _needs_extra(verb: str) -> Iterator[None]:
+    """A missing package as a mistake whose fix is named."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "lol":
             raise
         raise UserError(
-            f"lol serve needs {error.name}, which is not installed: pip install library-of-layers[serve]"
+            f"lol {verb} needs {error.name}, which is not installed: pip install library-of-layers[{verb}]"
         ) from None
-    run_server(command)
-    return 0
 
 
 @dataclass(frozen=True)
@@ -369,6 +404,7 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("recipe", "show"): recipe_show,
     ("generate",): generate,
     ("serve",): serve,
+    ("studio",): studio,
     ("paths", "show"): paths_show,
     ("paths", "report"): paths_report,
     ("paths", "utilisation"): partial(paths_tool, "utilisation"),

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lol.data.stdlib import stdlib_files
-from lol.data.tokenizer import encode_documents, load_tokenizer, train_tokenizer
+from lol.data.tokenizer import encode_documents, encode_prompt, load_tokenizer, train_tokenizer, word_tokenizer
 from lol.errors import UserError
 
 SOURCE = [path.read_text() for _, path in stdlib_files()[:12]]
@@ -186,3 +186,11 @@ def test_trained_on_anything_it_can_write_anything(texts):
     trained = train_tokenizer([*texts, "."], 280)
     for text, ids in zip(texts, encode_documents(trained, texts), strict=True):
         assert trained.decode(ids[1:-1]) == text
+
+
+def test_words_that_a_word_tokenizer_lacks_are_refused_with_the_fix() -> None:
+    tokenizer = word_tokenizer(["left", "right"])
+    assert encode_prompt(tokenizer, "left right") == [tokenizer.bos_token_id, 3, 4]
+    assert encode_prompt(tokenizer, "right", begins=False) == [4]
+    with pytest.raises(UserError, match="use the words that the model was trained on"):
+        encode_prompt(tokenizer, "left up")

@@ -1,4 +1,4 @@
-"""A model whose windows take different blocks, and the real server that serves it in a process of its own."""
+"""The real server in a process of its own."""
 
 import subprocess
 import sys
@@ -7,29 +7,10 @@ from pathlib import Path
 
 import openai
 import pytest
-import torch
 
-from lol import LoLConfig, LoLForCausalLM
-from lol.data.tokenizer import train_tokenizer
 from lol.serve.completions import Served
 from lol.train.loading import load_model
-from small_run import MODEL, environment
-
-
-@pytest.fixture(scope="session")
-def served_folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights so large that routes, and the probabilities of tokens, differ."""
-    tokenizer = train_tokenizer([corpus.read_text()], MODEL["vocab_size"])
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    torch.manual_seed(0)
-    model = LoLForCausalLM(LoLConfig(**MODEL, **ends, initializer_range=0.2))
-    assert model.model.router is not None
-    torch.nn.init.normal_(model.model.router.weight, std=2.0)
-    torch.nn.init.normal_(model.lm_head.weight, std=0.5)
-    folder = tmp_path_factory.mktemp("served") / "loud"
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+from small_run import environment
 
 
 @pytest.fixture(scope="session")

@@ -105,6 +105,21 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     return _with_convention(tokenizer)
 
 
+def encode_prompt(tokenizer: PreTrainedTokenizerFast, text: str, *, begins: bool = True) -> list[int]:
+    """The token ids of a text to go on from: BOS before them where it begins a document.
+
+    Raises:
+        UserError: the text has words that the tokenizer cannot write.
+    """
+    try:
+        return list(tokenizer(text, add_special_tokens=begins, verbose=False)["input_ids"])
+    # tokenizers raises nothing narrower.
+    except Exception as error:
+        raise UserError(
+            f"this model's tokenizer cannot write the text ({error}): use the words that the model was trained on"
+        ) from error
+
+
 def encode_documents(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
     """The token ids of whole documents, BOS + tokens + EOS each; one call of the tokenizer for all of them.
 

@@ -10,6 +10,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerFast
 
 from lol.data.packing import Row
+from lol.data.tokenizer import encode_prompt
 from lol.errors import UserError
 from lol.generate import generate_text
 from lol.model.cost import count_parameters
@@ -76,7 +77,7 @@ def read_config(run: Path) -> TrainConfig:
 
 def show_paths(model: LoLForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     """Print a line for every window of every depth: where it lies, its block and weight, its text."""
-    ids = tokenizer(text)["input_ids"]
+    ids = encode_prompt(tokenizer, text)
     table = record_paths(model, [ids])
     tokens = token_texts(tokenizer, ids)
     colors = block_colors(model.config.num_experts)

@@ -19,6 +19,8 @@ from lol.train.run_folder import CONFIG, is_trained_in
 
 _RECENT = 20
 """Steps whose loads are added, and whose speed is taken: one step's are few windows."""
+_HISTORY = 800
+"""Of the steps, at most so many whose loads are kept, evenly spaced."""
 
 
 @dataclass
@@ -35,11 +37,15 @@ class RunState:
     last: Mapping[str, Any] = field(default_factory=dict)
     """The newest record of a step."""
     summary: Mapping[str, Any] | None = None
+    load_history: list[tuple[float, list[float]]] = field(default_factory=list)
+    """Share of each block over all depths, as (step, shares) of steps at even distances."""
     trained_in: bool | None = None
     """Whether a process of this machine trains in the folder; None if that cannot be told."""
     _loads: deque[list[list[int]]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _paces: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
     """Of the newest steps: seconds and FLOPs."""
+    _spacing: int = 1
+    """Of so many records, one is in `load_history`."""
 
     @property
     def step(self) -> int:
@@ -92,10 +98,20 @@ class RunState:
             self.depths.append((step, float(record["depth"])))
             if record["load"]:
                 self._loads.append(record["load"])
+                self._remember(step, record["load"])
             if self.config is not None:
                 spent = record["flops"] - self.last.get("flops", 0)
                 self._paces.append((self.config.tokens_per_step / record["tokens_per_second"], spent))
             self.last = {name: value for name, value in record.items() if name != "load"}
+
+    def _remember(self, step: float, load: list[list[int]]) -> None:
+        if (len(self.losses) - 1) % self._spacing:
+            return
+        total = np.sum(load, axis=0)
+        self.load_history.append((step, (total / max(total.sum(), 1)).tolist()))
+        if len(self.load_history) > _HISTORY:
+            self.load_history = self.load_history[::2]
+            self._spacing *= 2
 
 
 class Follower:

@@ -1,27 +1,19 @@
-"""The routes, and what becomes of errors."""
+"""The routes of `lol serve`."""
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response, StreamingResponse
-from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import Response
 
-from lol.decoding import ModelDiverged
-from lol.errors import UserError
+from lol.serve.answers import EventStream, event, unless_hung_up
 from lol.serve.completions import ModelNotFound, Piece, Plan, Served, gather, plan, run
-from lol.serve.engine import Answer, Engine, EngineClosed, QueueFull
-from lol.serve.errors import error_body, error_response
+from lol.serve.engine import Answer, Engine
+from lol.serve.errors import add_error_handlers, error_body, status_of
 from lol.serve.guard import Access, Guard
-from lol.serve.protocol import CompletionRequest, explain
-
-_log = logging.getLogger(__name__)
+from lol.serve.protocol import FORMS, CompletionRequest
 
 
 def make_app(served: Served, engine: Engine, access: Access) -> FastAPI:
@@ -29,7 +21,7 @@ def make_app(served: Served, engine: Engine, access: Access) -> FastAPI:
     # The pages that FastAPI would add load scripts from elsewhere.
     app = FastAPI(title="Library of Layers", openapi_url=None)
     app.add_middleware(Guard, access=access)
-    _add_error_handlers(app)
+    add_error_handlers(app, FORMS)
     # Tokenizers are not made for two threads at once.
     reading = asyncio.Lock()
 
@@ -54,7 +46,7 @@ def make_app(served: Served, engine: Engine, access: Access) -> FastAPI:
             ready = await asyncio.to_thread(plan, body, served)
         answer = engine.submit(run(ready))
         if body.stream:
-            return _AnswerStream(answer, ready)
+            return EventStream(answer, _events(answer, ready))
         return await _whole_answer(request, answer, ready)
 
     return app
@@ -76,37 +68,12 @@ def _describe(served: Served) -> dict[str, Any]:
 async def _whole_answer(request: Request, answer: Answer[Piece], ready: Plan) -> Response:
     """All pieces as one; given up when the client hangs up."""
     async with answer:
-        gone = asyncio.ensure_future(_hung_up(request))
-        pieces = asyncio.ensure_future(_collect(answer))
-        try:
-            await asyncio.wait({gone, pieces}, return_when=asyncio.FIRST_COMPLETED)
-            if not pieces.done():
-                return Response(status_code=HTTPStatus.BAD_REQUEST)
-            return Response(gather(ready, pieces.result()).to_json(), media_type="application/json")
-        finally:
-            gone.cancel()
-            pieces.cancel()
+        pieces = await unless_hung_up(request, _collect(answer))
+        return Response(gather(ready, pieces).to_json(), media_type="application/json")
 
 
 async def _collect(answer: Answer[Piece]) -> list[Piece]:
     return [piece async for piece in answer if not piece.is_empty or piece.new_tokens]
-
-
-async def _hung_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-class _AnswerStream(StreamingResponse):
-    """The pieces as server-sent events; the work ends with the response, however that ends."""
-
-    def __init__(self, answer: Answer[Piece], ready: Plan):
-        super().__init__(_events(answer, ready), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self.answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self.answer:
-            await super().__call__(scope, receive, send)
 
 
 async def _events(answer: Answer[Piece], ready: Plan) -> AsyncIterator[str]:
@@ -115,54 +82,11 @@ async def _events(answer: Answer[Piece], ready: Plan) -> AsyncIterator[str]:
         async for piece in answer:
             new_tokens += piece.new_tokens
             if not piece.is_empty:
-                yield f"data: {ready.completion([piece.choice]).to_json()}\n\n"
+                yield event(ready.completion([piece.choice]).to_json())
         options = ready.request.stream_options
         if options is not None and options.include_usage:
-            yield f"data: {ready.completion([], ready.usage(new_tokens)).to_json()}\n\n"
-        yield "data: [DONE]\n\n"
+            yield event(ready.completion([], ready.usage(new_tokens)).to_json())
+        yield event("[DONE]")
     except Exception as error:
         # The status is out already, so the stream itself has to say it.
-        yield f"data: {json.dumps(error_body(*_status_of(error)))}\n\n"
-
-
-def _status_of(error: Exception) -> tuple[int, str]:
-    """Status and message of what may go wrong while a text is made."""
-    if isinstance(error, EngineClosed):
-        return HTTPStatus.SERVICE_UNAVAILABLE, str(error)
-    if isinstance(error, ModelDiverged):
-        return HTTPStatus.INTERNAL_SERVER_ERROR, str(error)
-    _log.error("a request failed", exc_info=error)
-    return HTTPStatus.INTERNAL_SERVER_ERROR, "internal error: the server's log says more"
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_request: Request, error: RequestValidationError) -> Response:
-        message, param = explain(error.errors())
-        return error_response(HTTPStatus.BAD_REQUEST, message, param)
-
-    @app.exception_handler(UserError)
-    async def refused(_request: Request, error: UserError) -> Response:
-        return error_response(HTTPStatus.BAD_REQUEST, str(error))
-
-    @app.exception_handler(ModelNotFound)
-    async def unknown_model(_request: Request, error: ModelNotFound) -> Response:
-        return error_response(HTTPStatus.NOT_FOUND, str(error), "model", "model_not_found")
-
-    @app.exception_handler(QueueFull)
-    async def full(_request: Request, error: QueueFull) -> Response:
-        return error_response(HTTPStatus.SERVICE_UNAVAILABLE, str(error), headers={"Retry-After": "1"})
-
-    @app.exception_handler(EngineClosed)
-    @app.exception_handler(ModelDiverged)
-    async def failed(_request: Request, error: Exception) -> Response:
-        return error_response(*_status_of(error))
-
-    @app.exception_handler(HTTPException)
-    async def http(_request: Request, error: HTTPException) -> Response:
-        return error_response(error.status_code, str(error.detail), headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def unexpected(_request: Request, _error: Exception) -> Response:
-        # Starlette raises it again behind this answer, and uvicorn logs it.
-        return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error: the server's log says more")
+        yield event(json.dumps(error_body(*status_of(error))))

@@ -17,17 +17,22 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from lol.data.token_text import TokenText
-from lol.decoding import Decoding, Sampling, Token, check_path, end_ids
+from lol.data.tokenizer import encode_prompt
+from lol.decoding import Decoding, Sampling, Token, Window, end_ids, lay_path
 from lol.errors import UserError
 from lol.model.base import check_ids
 from lol.model.lm import LoLForCausalLM
+from lol.serve.errors import NotFound
 from lol.serve.limits import Limits
 from lol.serve.pieces import StopStrings, TokenNames
 from lol.serve.protocol import Choice, Completion, CompletionRequest, Logprobs, PathWindow, Usage
 
 
-class ModelNotFound(UserError):
+class ModelNotFound(NotFound):
     """A request names a model that is not served."""
+
+    param = "model"
+    code = "model_not_found"
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ def _read_prompts(request: CompletionRequest, served: Served) -> Iterator[tuple[
     prompts = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
     longest = served.limits.max_prompt_tokens
     for prompt in prompts:
-        ids = served.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        ids = encode_prompt(served.tokenizer, prompt) if isinstance(prompt, str) else prompt
         ids = tuple(cast(list[int], ids))
         if not ids:
             raise UserError("a prompt of token ids is empty: give at least one id")
@@ -182,10 +187,8 @@ def _read_path(request: CompletionRequest, served: Served) -> Int[Tensor, "D _"]
             path[window.depth, window.window] = window.expert
     else:
         rows = cast(list[list[int]], given if isinstance(given[0], list) else [[block] for block in given])
-        width = max(map(len, rows))
-        path = torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.long)
-    check_path(path, config)
-    return path
+        return lay_path(rows, config)
+    return lay_path(path, config)
 
 
 class _Writer:
@@ -296,8 +299,13 @@ def _run_choice(plan: Plan, index: int, prompt: tuple[int, ...], sample: int) ->
             break
     if writer.end():
         reason = "stop"
-    path = [PathWindow(**vars(window)) for window in decoding.windows()] if request.return_path else None
+    path = [_tell(window) for window in decoding.windows()] if request.return_path else None
     yield _piece(index, writer.take(is_last=True), new_tokens=0, reason=reason, path=path)
+
+
+def _tell(window: Window) -> PathWindow:
+    names = ("depth", "window", "start", "end", "expert", "weight")
+    return PathWindow(**{name: getattr(window, name) for name in names})
 
 
 def _piece(

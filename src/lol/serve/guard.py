@@ -30,6 +30,8 @@ class Access:
     host: str = "127.0.0.1"
     """What it listens at, as the user named it."""
     token: str | None = None
+    guarded: str = "/"
+    """Paths that begin with this want the token; a page's own files say nothing."""
 
     def refusal(self, path: str, headers: Headers) -> tuple[HTTPStatus, str] | None:
         """Why a request is refused; `None` lets it pass."""
@@ -44,7 +46,8 @@ class Access:
                 HTTPStatus.FORBIDDEN,
                 f"pages of {origin} may not use this server: only programs and its own pages may",
             )
-        if self.token is not None and path not in OPEN_PATHS and not self._has_token(headers):
+        guarded = path.startswith(self.guarded) and path not in OPEN_PATHS
+        if self.token is not None and guarded and not self._has_token(headers):
             return HTTPStatus.UNAUTHORIZED, (
                 "this server wants its token: send it as the API key (Authorization: Bearer TOKEN)"
             )

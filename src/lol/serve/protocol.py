@@ -3,7 +3,6 @@
 A field that is not known, or not supported with the value it has, is an error: nothing is ignored silently.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -171,24 +170,3 @@ class Completion(BaseModel):
         """As on the wire; `path` only where one was asked for."""
         absent = {place: {"path"} for place, choice in enumerate(self.choices) if choice.path is None}
         return self.model_dump_json(exclude={"choices": absent})
-
-
-def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """One message and the field it is about, of what pydantic says of a body."""
-    # Of the forms that a field may have, the one that came closest.
-    first = next((error for error in errors if error["type"] == "value_error"), errors[0])
-    place = [part for part in first["loc"] if part != "body"]
-    name = str(place[0]) if place else None
-    if first["type"] == "json_invalid":
-        return f"the body is not JSON ({first.get('ctx', {}).get('error', first['msg'])}): send a JSON object", None
-    if name is None:
-        cause = first.get("ctx", {}).get("error")
-        return str(cause) if isinstance(cause, UserError) else "the body must be a JSON object", None
-    if first["type"] == "value_error":
-        return str(first["ctx"]["error"]), name
-    if first["type"] == "extra_forbidden" and len(place) == 1:
-        return f"{name} is no field of this endpoint: leave it out", name
-    if name in FORMS:
-        return FORMS[name], name
-    message = first["msg"]
-    return f"{'.'.join(map(str, place))}: {message[:1].lower()}{message[1:]}", name

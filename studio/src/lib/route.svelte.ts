@@ -1,0 +1,13 @@
+// Where the page is: the part behind # of its address, as in #/runs/demo. Going back in the browser goes back here.
+
+function read(): string[] {
+  return location.hash.replace(/^#\/?/, '').split('/').filter(Boolean).map(decodeURIComponent)
+}
+
+export const route = $state({ parts: read() })
+
+window.addEventListener('hashchange', () => {
+  route.parts = read()
+})
+
+export const link = (...parts: string[]) => `#/${parts.map(encodeURIComponent).join('/')}`
