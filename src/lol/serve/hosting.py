@@ -1,6 +1,7 @@
 """A server in this process: its token, its port, the line that says when it is ready, and its end."""
 
 import errno
+import logging
 import os
 import socket
 
@@ -26,6 +27,8 @@ def run_server(app: ASGIApp, engine: Engine, listener: socket.socket, line: str)
         ws="none",
         timeout_graceful_shutdown=_GRACE,
     )
+    # A client that leaves in the middle of an answer is nothing to warn of, and asyncio would.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     try:
         _Server(config, engine, line).run(sockets=[listener])
     except KeyboardInterrupt:
