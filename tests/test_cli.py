@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lol import cli, verbs
+from lol import cli, flags
 from lol.data.tokenizer import load_tokenizer
 from lol.paths.record import record_paths
 from lol.train.config import MODEL_FIELDS, TrainConfig
 from lol.train.loading import load_model
 from lol.train.metrics import read_metrics
 from lol.train.recipes import recipe
+from lol.verbs import VERBS, models, text
 from small_run import FLAGS, Lol, environment
 
 # --- from training to text and paths
@@ -147,7 +148,7 @@ def test_the_help_fits_a_screen_and_names_every_verb(lol: Lol) -> None:
     assert max(map(len, lines)) <= 80
     named = re.findall(r"^  (\w+)(?: ([\w|]+))? ", out, flags=re.MULTILINE)
     told = {tuple(filter(None, (first, second))) for first, seconds in named for second in seconds.split("|")}
-    assert set(verbs.VERBS) <= told
+    assert set(VERBS) <= told
 
 
 class _Read(Exception):
@@ -155,7 +156,7 @@ class _Read(Exception):
 
 
 @pytest.mark.parametrize(
-    "command", [verbs.Train, verbs.Generate, verbs.PathsShow, verbs.PathsReport, verbs.Export, verbs.TrainTokenizer]
+    "command", [models.Train, text.Generate, text.PathsShow, text.PathsReport, models.Export, models.TrainTokenizer]
 )
 def test_every_example_of_a_verb_is_read(command: type, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = [line.strip().removeprefix("Example: ") for line in command.__doc__.splitlines() if "Example: " in line]
@@ -164,13 +165,13 @@ def test_every_example_of_a_verb_is_read(command: type, monkeypatch: pytest.Monk
 
 
 def _read(example: str, monkeypatch: pytest.MonkeyPatch) -> object:
-    read, parse = [], verbs.parse
+    read, parse = [], flags.parse
 
     def parse_only(*args: object, **rest: object) -> None:
         read.append(parse(*args, **rest))
         raise _Read
 
-    monkeypatch.setattr(verbs, "parse", parse_only)
+    monkeypatch.setattr(flags, "parse", parse_only)
     with pytest.raises(_Read):
         cli.main(shlex.split(example)[1:])
     return read[0]
@@ -194,7 +195,7 @@ def test_every_field_of_a_run_has_a_flag(lol: Lol) -> None:
     assert "blocks stored in the library" in out
 
 
-@pytest.mark.parametrize("words", verbs.VERBS)
+@pytest.mark.parametrize("words", VERBS)
 def test_every_verb_has_help(lol: Lol, words: tuple[str, ...]) -> None:
     code, out, err = lol(*words, "--help")
     assert (code, err) == (0, "")

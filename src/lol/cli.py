@@ -1,4 +1,4 @@
-"""`lol …`: what the command line shows, finds and complains of; the verbs are in `verbs.py`."""
+"""`lol …`: what the command line shows, finds and complains of; the verbs are in `verbs/`."""
 
 import os
 import sys

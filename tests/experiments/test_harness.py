@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lol import verbs
 from lol.errors import UserError
 from lol.experiments.harness import (
     RESULTS,
@@ -23,6 +22,7 @@ from lol.experiments.harness import (
 from lol.experiments.registry import EXPERIMENTS, find
 from lol.train import trainer
 from lol.train.config import TrainConfig, as_json
+from lol.verbs.models import train as train_verb
 from small_run import Lol, small_config, stop_after
 
 
@@ -111,7 +111,7 @@ def test_the_commands_of_the_paper_scale_are_its_runs(name: str, tmp_path: Path,
         words = shlex.split(command_line(config, tmp_path / run))
         assert words[:5] == ["torchrun", "--nproc-per-node=8", "-m", "lol", "train"]
         with pytest.raises(Stop):
-            verbs.train(words[5:])
+            train_verb(words[5:])
         parsed, folder = given.pop()
         assert as_json(parsed) == as_json(dataclasses.replace(config, parallel="fsdp2"))
         assert folder == tmp_path / run
