@@ -254,6 +254,55 @@ def test_keys_and_drags_choose_windows(watched: Watched) -> None:
         expect(cell).to_have_text("0")
 
 
+def test_nothing_typed_or_forced_is_lost(watched: Watched, saved_paths: Path) -> None:
+    page = watched.open("paths")
+    _type(page, TEXT)
+    page.get_by_label("New tokens").fill("4")
+    # A window's later parts are no buttons, and keys hold for it all the same.
+    page.locator('span.cell[data-depth="1"][data-window="2"]').first.click()
+    page.keyboard.press("2")
+    forced = page.locator('button[data-depth="1"][data-window="2"]')
+    expect(forced).to_have_text("2")
+    for view in ("windows", "runs"):
+        page.get_by_role("link", name=view.title(), exact=True).click()
+        page.get_by_role("link", name="Paths", exact=True).click()
+    expect(forced).to_have_text("2")
+    expect(page.get_by_label("Text", exact=True).get_by_role("textbox")).to_have_value(TEXT)
+    # The model that is shown already, by its address.
+    page.evaluate("location.hash = '#/paths/model%3Aloud'")
+    page.evaluate("location.hash = '#/paths/%'")
+    page.get_by_text("there is no model").wait_for()
+    watched.problems = [problem for problem in watched.problems if "404" not in problem]
+    page.evaluate("location.hash = '#/paths'")
+    expect(forced).to_have_text("2")
+    expect(page.get_by_text("there is no model")).to_have_count(0)
+
+    # A path of all windows and one of them comes back from its file as it was, for longer texts too.
+    page.get_by_label("Whole path").fill("1 1 - 1")
+    page.get_by_role("button", name="Force path").click()
+    _force(page, 0, 0, 0)
+    longer = _written(page, "forced")
+    page.get_by_label("Name").fill("mixed")
+    page.get_by_role("button", name="Save path").click()
+    page.get_by_role("button", name="Free all").click()
+    page.get_by_role("button", name="mixed", exact=True).click()
+    expect(page.get_by_label("Whole path")).to_have_value("1 1 - 1")
+    assert _written(page, "forced") == longer
+
+    # To overwrite one path is not to overwrite another.
+    page.get_by_role("button", name="Save path").click()
+    page.get_by_role("button", name="Overwrite").wait_for()
+    watched.problems = [problem for problem in watched.problems if "409" not in problem]
+    kept = (saved_paths / "mixed.json").read_bytes()
+    page.get_by_label("Name").fill("others")
+    expect(page.get_by_role("button", name="Save path")).to_be_visible()
+    assert (saved_paths / "mixed.json").read_bytes() == kept
+
+    page.get_by_label("Text", exact=True).get_by_role("textbox").fill("")
+    expect(page.locator("button[data-depth]")).to_have_count(0)
+    expect(page.get_by_role("button", name="Continue")).to_be_disabled()
+
+
 def test_the_first_answers_are_quick(watched: Watched) -> None:
     opened = []
     for _ in range(3):
@@ -286,7 +335,8 @@ def test_the_first_answers_are_quick(watched: Watched) -> None:
     print(
         f"first forced token after {1000 * forced:.0f} ms, {forced / alone:.1f} times a plain call's {1000 * alone:.0f}"
     )
-    assert forced < 0.3
+    # Two branches and a trace are asked for. The time itself is this machine's: docs/studio.md has one.
+    assert forced < 5 * alone
 
 
 def test_sliders_move_windows_and_dial(watched: Watched) -> None:

@@ -304,6 +304,7 @@ def test_dial(client: Client, blocks: int, dtype: str) -> None:
     assert marks.keys() == PUBLISHED.keys() - {"moe-360m-moe"}
     math = PUBLISHED["math-1b"]().model
     assert marks["math-1b"]["stored"] == count_parameters(math).stored
+    assert dial["recipe"]["config"].pop("model_type") == LoLConfig.model_type
     assert LoLConfig(**dial["recipe"]["config"]).to_diff_dict() == LoLConfig(**DIAL, num_experts=blocks).to_diff_dict()
 
 

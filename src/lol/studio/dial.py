@@ -57,7 +57,7 @@ class DialRecipe:
 
     command: str
     config: dict[str, Any]
-    """Fields of `LoLConfig` that differ from its defaults."""
+    """A config.json: the type, and fields of `LoLConfig` that differ from its defaults."""
 
 
 @dataclass(frozen=True)
@@ -153,4 +153,5 @@ def _recipe(config: LoLConfig, context: int) -> DialRecipe:
     if context != base.data.context_length:
         words += ["--data.context-length", str(context)]
     changed = {name: getattr(config, name) for name in MODEL_FIELDS if getattr(config, name) != getattr(default, name)}
-    return DialRecipe(shlex.join(words), changed)
+    # transformers tells by the type whose configuration a file is.
+    return DialRecipe(shlex.join(words), {"model_type": config.model_type, **changed})

@@ -83,7 +83,7 @@ class DialRequest(_Strict):
 class SavedPathRequest(_Strict):
     name: Annotated[str, Field(pattern=f"^{NAME}$")]
     model: Id = ""
-    path: Blocks
+    path: Annotated[Blocks, Field(min_length=1)]
     path_weight: Weight | None = None
     note: Annotated[str, Field(max_length=limits.MAX_NOTE)] = ""
 

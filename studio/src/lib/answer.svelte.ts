@@ -2,7 +2,7 @@
 // newest answer wins.
 
 export interface Answer<A> {
-  /** The newest answer; it stays while the next one is awaited or refused. */
+  /** The newest answer; it stays while the next one is awaited, and goes where that is refused. */
   readonly value: A | null
   readonly error: string | null
   readonly waiting: boolean
@@ -32,6 +32,7 @@ export function answer<Q, A>(
       } catch (refused) {
         if (leaving.signal.aborted) return
         error = refused instanceof Error ? refused.message : String(refused)
+        value = null
       }
       waiting = false
     }, rest)

@@ -205,8 +205,8 @@ export class Refusal extends Error {
 
 /** A token comes behind the # of the address, which browsers don't send, and leaves it at once. */
 function takeToken(): string | null {
-  const given = new URLSearchParams(location.hash.slice(1)).get('token')
-  if (given !== null) {
+  const given = /^#token=(.*)$/.exec(location.hash)?.[1]
+  if (given !== undefined) {
     sessionStorage.setItem('token', given)
     history.replaceState(null, '', location.pathname)
   }
@@ -219,7 +219,13 @@ const token = takeToken()
 export async function ask(address: string, options: RequestInit = {}): Promise<Response> {
   const headers = new Headers(options.headers)
   if (token !== null) headers.set('Authorization', `Bearer ${token}`)
-  const answer = await fetch(`/api/${address}`, { ...options, headers })
+  const answer = await fetch(`/api/${address}`, { ...options, headers }).catch((error: Error) => {
+    if (error.name === 'AbortError') throw error
+    throw new Refusal(0, 'the server does not answer: does lol studio still run?')
+  })
+  if (answer.status === 401) {
+    throw new Refusal(401, 'this server wants its token: open the page with #token=TOKEN at the end of its address')
+  }
   if (!answer.ok) {
     const body = (await answer.json().catch(() => null)) as { error?: { message?: string } } | null
     throw new Refusal(answer.status, body?.error?.message ?? `the server answers ${answer.status}`)

@@ -52,7 +52,7 @@ export function asCommand(folder: string, setting: Setting, file: string | null)
   const words = [
     'lol generate',
     `--model ${quoted(folder)}`,
-    `--prompt ${quoted(setting.text)}`,
+    `--prompt=${quoted(setting.text)}`,
     `--max-new-tokens ${setting.max_new_tokens}`,
     `--temperature ${setting.temperature}`,
     `--top-k ${setting.top_k ?? 'None'}`,

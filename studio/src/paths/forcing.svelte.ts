@@ -13,9 +13,11 @@ interface Forced {
 
 export const key = (depth: number, window: number) => `${depth}:${window}`
 
-/** So many windows a text of n tokens has at a depth. */
-function windowsAt(tokens: number, shift: number, size: number | null): number {
-  return size === null ? 1 : Math.ceil((tokens + shift) / size)
+/** So many blocks a row of a path has that says what all windows of a text of so many tokens run. */
+export function rowLength(trace: Trace, depth: number, tokens: number, size: number | null): number {
+  const shift = trace.depths[depth]?.shift ?? 0
+  // A row of one entry would hold for all windows.
+  return Math.max(2, size === null ? 1 : Math.ceil((tokens + shift) / size))
 }
 
 export class Forcing {
@@ -82,15 +84,17 @@ export class Forcing {
     this.#change({ depths, windows: {} })
   }
 
-  /** Take a path as a file or another program has it. */
-  take(path: number[] | number[][]) {
+  /** Take a path as a file has it; rows of a depth's full length say what all of its windows run. */
+  take(path: number[] | number[][], fullLength: (depth: number) => number) {
     const isWhole = path.every((row) => typeof row === 'number' || row.length === 1)
     if (isWhole) return this.forceDepths(path.map((row) => (typeof row === 'number' ? row : (row[0] ?? FREE))))
+    const rows = path as number[][]
+    const depths = rows.map((row, depth) => (row.length >= fullLength(depth) ? (row.at(-1) ?? FREE) : FREE))
     const windows: Record<string, number> = {}
-    for (const [depth, row] of (path as number[][]).entries()) {
-      for (const [window, block] of row.entries()) if (block !== FREE) windows[key(depth, window)] = block
+    for (const [depth, row] of rows.entries()) {
+      for (const [window, block] of row.entries()) if (block !== depths[depth]) windows[key(depth, window)] = block
     }
-    this.#change({ depths: path.map(() => FREE), windows })
+    this.#change({ depths, windows })
   }
 
   clear() {
@@ -103,8 +107,7 @@ export class Forcing {
     const single = Object.keys(this.#now.windows)
     if (single.length === 0) return this.#now.depths
     return this.#now.depths.map((block, depth) => {
-      // A row of one entry would hold for all windows.
-      const count = Math.max(2, windowsAt(tokens, trace.depths[depth]?.shift ?? 0, windowSize))
+      const count = rowLength(trace, depth, tokens, windowSize)
       const row = Array.from({ length: count }, (_, window) => this.#now.windows[key(depth, window)] ?? block)
       if (block !== FREE) return row
       const last = row.findLastIndex((forced) => forced !== FREE)

@@ -20,7 +20,7 @@ export function sentence({ num_depths, token }: Question, layout: Layout): strin
     num_depths === 1
       ? ''
       : own === first
-        ? ` The last depth alone reaches as far: windows that do not move never look over their edge.`
+        ? ` The last depth alone reaches as far: further back nothing reaches this token.`
         : ` The last depth alone reaches ${range(own, token)}.`
   return (
     `Token ${token} sees ${range(first, token)} through ${through} (${share}).${alone}` +

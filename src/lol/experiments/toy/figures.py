@@ -38,7 +38,7 @@ def draw_held_out(records: Sequence[dict[str, Any]], file: Path) -> None:
     axes.set_ylim(len(models) - 0.4, -0.6)
     axes.set_xlim(-2, 102)
     axes.set_xlabel("held-out programs, % with all eight digits right; a dot per seed, a bar at the mean")
-    axes.legend(frameon=False, loc="lower right", fontsize=8)
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, fontsize=8)
     save_figure(figure, file)
 
 
