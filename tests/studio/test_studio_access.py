@@ -88,7 +88,7 @@ def test_assets_are_kept_by_the_browser(client: Client, monkeypatch: pytest.Monk
         ("trace", {"text": "é" * 4096}, "this server reads at most 4,096"),
         ("trace", {"text": "\ud800"}, "unicode string"),
         ("trace", {"path": [0, 1]}, "path has 2 depths, but 4 are run"),
-        ("trace", {"path": []}, "path has 0 depths"),
+        ("trace", {"path": []}, "path must be null, a list with one block per depth"),
         ("trace", {"path": [0, 1, 2, 3]}, "names block 3"),
         ("trace", {"path": [[0], [1], [2], [-2]]}, "names block -2"),
         ("trace", {"path": [[0], 1, 2, 0]}, "path must be null, a list"),

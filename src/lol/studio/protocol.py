@@ -25,8 +25,8 @@ FORMS = {
 Text = Annotated[str, Field(max_length=limits.MAX_TEXT_CHARACTERS)]
 Id = Annotated[str, Field(max_length=1000)]
 _Row = Annotated[list[Number], Field(max_length=2 * limits.MAX_TEXT_TOKENS)]
-_PerDepth = Annotated[list[Number], Field(max_length=limits.MAX_DEPTHS)]
-Blocks = _PerDepth | Annotated[list[_Row], Field(max_length=limits.MAX_DEPTHS)]
+_PerDepth = Annotated[list[Number], Field(min_length=1, max_length=limits.MAX_DEPTHS)]
+Blocks = _PerDepth | Annotated[list[_Row], Field(min_length=1, max_length=limits.MAX_DEPTHS)]
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
@@ -83,7 +83,7 @@ class DialRequest(_Strict):
 class SavedPathRequest(_Strict):
     name: Annotated[str, Field(pattern=f"^{NAME}$")]
     model: Id = ""
-    path: Annotated[Blocks, Field(min_length=1)]
+    path: Blocks
     path_weight: Weight | None = None
     note: Annotated[str, Field(max_length=limits.MAX_NOTE)] = ""
 
