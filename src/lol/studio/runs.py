@@ -27,8 +27,8 @@ MAX_LOADS = 400
 
 
 @dataclass(frozen=True)
-class RunSummary:
-    """A run in the list of runs. Losses in nats per token."""
+class _Run:
+    """What is told of a run wherever it is told of. Losses in nats per token."""
 
     name: str
     status: Literal["waiting", "training", "stopped", "finished"]
@@ -40,9 +40,15 @@ class RunSummary:
     """Seconds since 1970."""
     num_experts: int
     num_routed_depths: int
-    checkpoints: int
     problem: str | None
     """Why its files cannot be read."""
+
+
+@dataclass(frozen=True)
+class RunSummary(_Run):
+    """A run in the list of runs."""
+
+    checkpoints: int
 
 
 @dataclass(frozen=True)
@@ -54,19 +60,9 @@ class LoadPoint:
 
 
 @dataclass(frozen=True)
-class RunDetail:
+class RunDetail(_Run):
     """A run with its records: of each, step, loss, the router's entropy in nats, and the depth that ran."""
 
-    name: str
-    status: Literal["waiting", "training", "stopped", "finished"]
-    step: int
-    steps: int | None
-    loss: float | None
-    held_out: float | None
-    updated: float
-    num_experts: int
-    num_routed_depths: int
-    problem: str | None
     recipe: str | None
     tokens_per_second: float | None
     seconds_left: float | None
