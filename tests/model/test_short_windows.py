@@ -6,7 +6,8 @@ from torch.testing import assert_close
 
 from lol.model.config import LoLConfig
 from lol.model.library import Dispatch, Library
-from lol.model.short_windows import pack
+from lol.model.short_windows import Repeated, pack
+from lol.model.short_windows import _normalize as normalize
 from lol.model.windows import find_documents, lay_windows
 
 WINDOWS, LENGTH, WIDTH, BLOCKS = 9, 5, 24, 4
@@ -56,6 +57,44 @@ def test_packed_equals_loop(
     assert_close(outcomes["packed"], outcomes["loop"], atol=1e-10, rtol=1e-10)
     if idle is not None:
         assert all(not grad[idle].any() for grad in outcomes["packed"][3:])
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_repeated_tokens_equal_the_stream_that_they_make(few: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lol.model.short_windows._WINDOWS_AT_ONCE", 4)
+    projected = []
+    monkeypatch.setattr(
+        "lol.model.short_windows._normalize", lambda x, eps: projected.append(len(x)) or normalize(x, eps)
+    )
+    torch.manual_seed(0)
+    config = LoLConfig(vocab_size=8, hidden_size=WIDTH, intermediate_size=20, num_attention_heads=3, num_experts=BLOCKS)
+    library, dispatch = Library(config).double(), Dispatch(config)
+    for parameter in library.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    layout = lay_windows(find_documents((WINDOWS, LENGTH), None, None, torch.device("cpu")), 0, None)
+    expert = torch.tensor([1, 3, 0, 2, 1, 0, 3, 2, 1])
+    # Where every token of the stream stands for itself, projecting them for all blocks would be more work, not less.
+    distinct = torch.randn(6 if few else WINDOWS * LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    index = torch.randint(len(distinct), (WINDOWS, LENGTH))
+    weight = torch.rand(WINDOWS, dtype=torch.float64, requires_grad=True)
+    above = torch.randn(WINDOWS * 3, WIDTH, dtype=torch.float64)
+    inputs = [distinct, weight, *library.parameters()]
+
+    outcomes = []
+    for stream in (distinct[index].flatten(0, 1), Repeated(distinct, index)):
+        normalized.clear()
+        result = dispatch(stream, pack(library.stacks(), 3), layout, expert, weight, None, wanted=3)
+        outcomes.append([result, *torch.autograd.grad(result, inputs, above)])
+    assert_close(outcomes[1], outcomes[0], atol=1e-10, rtol=1e-10)
+    assert normalized[0] == (6 if few else WINDOWS * LENGTH)
+
+
+def test_repeated_tokens_need_a_packed_shelf():
+    config = LoLConfig(vocab_size=8, hidden_size=WIDTH, num_attention_heads=3, num_experts=BLOCKS)
+    layout = lay_windows(find_documents((2, 5), None, None, torch.device("cpu")), 0, None)
+    stream = Repeated(torch.zeros(1, WIDTH), torch.zeros(2, 5, dtype=torch.long))
+    with pytest.raises(AssertionError, match="packed shelf"):
+        Dispatch(config)(stream, Library(config)(), layout, stream.index[:, 0], torch.ones(2), None)
 
 
 def test_a_part_of_each_window_needs_a_packed_shelf():

@@ -17,6 +17,7 @@ from rich.table import Table
 from lol.bench.measure import Step, conditions, measure, medians
 from lol.errors import UserError
 from lol.experiments.toy.config import MODELS
+from lol.experiments.toy.process import prepare_process
 from lol.experiments.toy.train import Training
 
 _PLAIN = "plain loop over the blocks"
@@ -46,7 +47,7 @@ def bench(options: BenchToy) -> dict[str, Any]:
     if options.model not in MODELS:
         raise UserError(f"there is no toy model {options.model}: {', '.join(MODELS)}")
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    prepare_process()
     try:
         rows = {
             _PLAIN: _steps(options, "loop"),

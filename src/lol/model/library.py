@@ -30,7 +30,7 @@ from lol.model.config import LoLConfig
 from lol.model.grouped import autocast, fits_kernel, kernel_linear, shelf_linear
 from lol.model.layers import BlockParts, Film, block_update, rms_normalize, swiglu
 from lol.model.shared_gradient import Matrices
-from lol.model.short_windows import Packed, Shape, run_short_windows
+from lol.model.short_windows import Packed, Repeated, Shape, run_short_windows
 from lol.model.windows import WindowLayout, Windows, line_up
 
 NORMS = ("attn_norm", "mlp_norm")
@@ -125,7 +125,7 @@ class Dispatch(GradientCheckpointingLayer):
 
     def forward(
         self,
-        state: Float[Tensor, "T d"],
+        state: Float[Tensor, "T d"] | Repeated,
         shelf: Shelf | Packed,
         layout: WindowLayout,
         expert: Int[Tensor, "K"],
@@ -137,7 +137,7 @@ class Dispatch(GradientCheckpointingLayer):
         """Run on every window its block: s ← s + weight · (E(s) - s).
 
         Args:
-            state: The stream of real tokens.
+            state: The stream of real tokens; on a packed shelf it may be tokens that come again and again.
             shelf: What the library returned in this forward pass; packed for short windows of one length, which
                 then have neither modulation nor a past.
             layout: The windows of this depth.
@@ -151,8 +151,9 @@ class Dispatch(GradientCheckpointingLayer):
             assert film is None, "no modulation on a packed shelf"
             assert past is None, "no cache on a packed shelf"
             shape = self._shape(layout.windows, wanted)
-            return run_short_windows(state, weight.to(state.dtype), shelf, expert, shape)
+            return run_short_windows(state, weight.to(shelf.qkv.dtype), shelf, expert, shape)
         assert wanted is None, "a part of each window is for a packed shelf"
+        assert isinstance(state, Tensor), "repeated tokens are for a packed shelf"
         if self.form == "loop" and past is None:
             update = self._run_loop(state, shelf, layout, expert, film)
         elif isinstance(shelf["q_proj"], Tensor):

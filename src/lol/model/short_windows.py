@@ -4,15 +4,17 @@ packed shelf.
 With windows of a dozen tokens and narrow blocks, more than half of a depth's time goes into the small operations around
 the matrix products: into passes over memory, and into kernels made for long rows. So each norm's scale is folded into
 the projections behind it, and the scale of the scores into the queries; projections that read the same tokens are one
-product; queries and keys lie in pairs of channels that turn together, so that one complex product splits the heads and
-turns them; the MLP's activations are transposed, so that gate and up are each one piece of memory; the residual and the
-weight of the update are added while the rows are at hand; and tokens that nobody reads are left out. What is computed
-is `block_update`; tests hold it and its gradients equal to `Dispatch.form = "loop"`. Letters: T tokens, K windows, n
-tokens of a window (m when filled up), w of them wanted, d width, f width of the MLP, H heads, h head size, L blocks,
-c parts (queries, keys, values).
+product, and tokens that come again and again are projected once; queries and keys lie in pairs of channels that turn
+together, which is one complex product; the MLP's activations are transposed, so that gate and up are each one piece of
+memory; all between the matrix products runs on the windows of all blocks at once; and tokens that nobody reads are left
+out. What is computed is `block_update`; tests hold it and its gradients equal to `Dispatch.form = "loop"`. Letters: T
+tokens, V distinct ones, K windows, n tokens of a window (m when filled up), w of them wanted, d width, f width of the
+MLP, H heads, h head size, L blocks, c parts (queries, keys, values).
 """
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ from torch import Tensor
 from lol.model.layers import rotary_angles
 
 _WINDOWS_AT_ONCE = 256
-"""Fewer would keep a run in a core's cache, and their calls would take longer than that saves."""
+"""Fewer would stay in a core's cache, and their calls would take longer than that saves."""
 _MULTIPLE = 4
 """Scores of twelve keys take half of the time that those of eleven take. (Measured on Zen 4 with torch 2.13.)"""
 _LARGEST = 80.0
@@ -71,8 +73,20 @@ def pack(stacks: dict[str, Tensor], heads: int) -> Packed:
     )
 
 
+class Repeated(NamedTuple):
+    """A stream of tokens that come again and again, as embeddings do."""
+
+    distinct: Float[Tensor, "V d"]
+    index: Int[Tensor, "K n"]
+    """Which of them stands at each place of each window."""
+
+
 def run_short_windows(
-    state: Float[Tensor, "T d"], weight: Float[Tensor, "K"], packed: Packed, expert: Int[Tensor, "K"], shape: Shape
+    state: Float[Tensor, "T d"] | Repeated,
+    weight: Float[Tensor, "K"],
+    packed: Packed,
+    expert: Int[Tensor, "K"],
+    shape: Shape,
 ) -> Float[Tensor, "Kw d"]:
     """s + weight · (E(s) - s) of every window's own block, for the wanted tokens of each window.
 
@@ -83,14 +97,42 @@ def run_short_windows(
         expert: The block of each window.
         shape: What the windows and their attention are like.
     """
-    return _ShortWindows.apply(state, weight, *packed, expert, shape)  # pyright: ignore[reportReturnType]
+    tokens, index = state if isinstance(state, Repeated) else (state, None)
+    if index is not None and len(tokens) * len(packed.qkv) > index.numel():
+        tokens, index = F.embedding(index, tokens).flatten(0, 1), None
+    return _ShortWindows.apply(tokens, index, weight, *packed, expert, shape)  # pyright: ignore[reportReturnType]
+
+
+class _Run(NamedTuple):
+    """Windows in the order of their blocks, begin to end, that are worked on at once."""
+
+    begin: int
+    end: int
+    blocks: list[int]
+    counts: list[int]
+    """Windows of each of these blocks."""
+
+    def rows(self, each: int) -> list[int]:
+        """Rows of each block, so many for a window."""
+        return [count * each for count in self.counts]
+
+    def of(self, stack: Sequence[Tensor]) -> list[Tensor]:
+        """What belongs to each of these blocks."""
+        return [stack[block] for block in self.blocks]
+
+
+class _Blocks(NamedTuple):
+    """What is packed, taken apart into the blocks' own."""
+
+    qkv: tuple[Tensor, ...]
+    out: tuple[Tensor, ...]
+    gate_up: tuple[Tensor, ...]
+    down: tuple[Tensor, ...]
 
 
 class _Kept(NamedTuple):
-    """What the backward pass of some windows needs."""
+    """What the backward pass of a run needs."""
 
-    normed: Float[Tensor, "T d"]
-    scale: Float[Tensor, "T one"]
     turned: Float[Tensor, "c KH m h"]
     probability: Float[Tensor, "KH w m"]
     joined: Float[Tensor, "Kw d"]
@@ -98,116 +140,170 @@ class _Kept(NamedTuple):
     hidden_scale: Float[Tensor, "Kw one"]
     gate_and_up: Float[Tensor, "two_f Kw"]
     swish: Float[Tensor, "f Kw"]
-    gated: Float[Tensor, "f Kw"]
     update: Float[Tensor, "Kw d"]
 
 
 class _ShortWindows(torch.autograd.Function):
-    """One block after the other, each on its own windows; what it makes on the way stays for the backward pass."""
+    """One run after the other; what each makes on the way stays for the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, state: Tensor, weight: Tensor, qkv: Tensor, out: Tensor, gate_up: Tensor, down: Tensor,
-        expert: Tensor, shape: Shape,
+        ctx: Any, tokens: Tensor, index: Tensor | None, weight: Tensor,
+        qkv: Tensor, out: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor, shape: Shape,
     ) -> Tensor:  # fmt: skip
-        windows = expert.shape[0]
-        order, runs = _runs(expert, qkv.shape[0])
-        x = state.view(windows, -1).index_select(0, order)
-        sorted_weight = weight[:, None].index_select(0, order)
-        moved = state.new_empty(windows, shape.wanted * shape.width)
-        blocks, kept = _of_blocks(qkv, out, gate_up, down), []
-        for block, begin, end in runs:
-            own = x[begin:end]
-            mine = _run_block(own.view(-1, shape.width), blocks[block], shape)
-            update = mine.update.view(end - begin, -1)
-            torch.addcmul(own[:, : update.shape[1]], update, sorted_weight[begin:end], out=moved[begin:end])
+        order, runs = _runs(expert, len(qkv))
+        weight = weight[:, None].index_select(0, order)
+        normed, scale = _normalize(tokens, shape.eps)
+        row, table = None, None
+        if index is None:
+            x, normed, scale = (_take_windows(rows, order) for rows in (tokens, normed, scale))
+        else:
+            index, expert = index.index_select(0, order), expert.index_select(0, order)
+            x = tokens.index_select(0, index.flatten()).view(len(order), -1)
+            table = (normed @ qkv.flatten(0, 1).t()).view(-1, qkv.shape[1])
+            row = index * len(qkv) + expert[:, None]
+        moved = x.new_empty(len(order), shape.wanted * shape.width)
+        blocks, kept = _Blocks(*(stack.unbind(0) for stack in (qkv, out, gate_up, down))), []
+        for run in runs:
+            at = slice(run.begin, run.end)
+            own = x[at].view(-1, shape.width)
+            if table is None:
+                parts = own.new_empty(len(own), qkv.shape[1])
+                _project(run.of(blocks.qkv), normed[at].view_as(own), parts, run.rows(shape.length))
+            else:
+                parts = table.index_select(0, row[at].flatten())
+            mine = _run_blocks(own, parts, blocks, run, shape)
+            update = mine.update.view(at.stop - at.start, -1)
+            torch.addcmul(x[at, : update.shape[1]], update, weight[at], out=moved[at])
             kept += mine
         inverse = order.argsort()
-        ctx.save_for_backward(sorted_weight, order, inverse, qkv, out, gate_up, down, *kept)
+        ctx.save_for_backward(order, inverse, index, row, weight, normed, scale, qkv, out, gate_up, down, *kept)
         ctx.runs, ctx.shape = runs, shape
         return moved.index_select(0, inverse).view(-1, shape.width)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        shape, runs = ctx.shape, ctx.runs
-        weight, order, inverse, qkv, out, gate_up, down, *kept = ctx.saved_tensors
+        shape: Shape = ctx.shape
+        order, inverse, index, row, weight, normed, scale, *saved = ctx.saved_tensors
+        stacks, kept = saved[: len(Packed._fields)], saved[len(Packed._fields) :]
         above = grads[0].reshape(len(order), -1).index_select(0, order)
-        below = above.new_empty(len(order), shape.length * shape.width)
-        grad_stacks = [torch.zeros_like(stack) for stack in (qkv, out, gate_up, down)]
-        blocks, grad_blocks = _of_blocks(qkv, out, gate_up, down), _of_blocks(*grad_stacks)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for block, begin, end in runs:
+        grad_stacks = [torch.zeros_like(stack) for stack in stacks]
+        blocks, grad_blocks = (_Blocks(*(stack.unbind(0) for stack in all_of)) for all_of in (stacks, grad_stacks))
+        qkv, grad_qkv = stacks[0], grad_stacks[0]
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
+        if index is None:
+            below = above.new_empty(len(order), shape.length * shape.width)
+        else:
+            below = torch.zeros_like(normed)
+            grad_table = above.new_zeros(len(normed) * len(qkv), qkv.shape[1])
+        for run in ctx.runs:
+            at = slice(run.begin, run.end)
             mine, kept = _Kept(*kept[: len(_Kept._fields)]), kept[len(_Kept._fields) :]
-            own = above[begin:end]
+            own = above[at]
             if grad_weight is not None:
-                torch.sum(own * mine.update.view_as(own), -1, keepdim=True, out=grad_weight[begin:end])
-            grad = (own * weight[begin:end]).view(-1, shape.width)
-            grad_x = below[begin:end]
-            through_hidden = _run_back(
-                grad, grad_x.view(-1, shape.width), mine, blocks[block], grad_blocks[block], shape
-            )
-            grad_x[:, : own.shape[1]].add_(own.add_(through_hidden.view_as(own)))
-        grad_state = below.index_select(0, inverse).view(-1, shape.width)
+                torch.sum(own * mine.update.view_as(own), -1, keepdim=True, out=grad_weight[at])
+            grad = (own * weight[at]).view(-1, shape.width)
+            grad_parts, grad_hidden = _run_back(grad, mine, blocks, grad_blocks, run, shape)
+            own += grad_hidden.view_as(own)
+            if index is None:
+                x, grad_x = (rows[at].view(-1, shape.width) for rows in (normed, below))
+                grad_normed = torch.empty_like(x)
+                rows = run.rows(shape.length)
+                _project_back(run.of(blocks.qkv), run.of(grad_blocks.qkv), grad_parts, x, grad_normed, rows)
+                _normalize_back(grad_normed, x, scale[at].view(-1, 1), out=grad_x)
+                below[at, : own.shape[1]] += own
+            else:
+                grad_table.index_add_(0, row[at].flatten(), grad_parts)
+                below.index_add_(0, index[at, : shape.wanted].flatten(), own.view(-1, shape.width))
+        if index is None:
+            below = _take_windows(below, inverse)
+        else:
+            grad_table = grad_table.view(len(normed), -1)
+            torch.mm(grad_table.t(), normed, out=grad_qkv.flatten(0, 1))
+            below += _normalize_back(grad_table @ qkv.flatten(0, 1), normed, scale)
         if grad_weight is not None:
             grad_weight = grad_weight.index_select(0, inverse).squeeze(1)
-        return grad_state, grad_weight, *grad_stacks, None, None
+        return below.view(-1, shape.width), None, grad_weight, *grad_stacks, None, None
 
 
-def _runs(expert: Tensor, blocks: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
-    """Windows in the order of their blocks, and runs of one block each, not too long: (block, begin, end)."""
+def _runs(expert: Tensor, blocks: int) -> tuple[Tensor, list[_Run]]:
+    """Windows in the order of their blocks, and that order cut into runs."""
     runs, begin = [], 0
-    for block, count in enumerate(torch.bincount(expert, minlength=blocks).tolist()):
-        end = begin + count
-        runs += [(block, at, min(end, at + _WINDOWS_AT_ONCE)) for at in range(begin, end, _WINDOWS_AT_ONCE)]
-        begin = end
+    ends = torch.bincount(expert, minlength=blocks).cumsum(0).tolist()
+    for begin in range(0, len(expert), _WINDOWS_AT_ONCE):
+        end = min(begin + _WINDOWS_AT_ONCE, len(expert))
+        taken = [
+            (block, min(last, end) - max(first, begin))
+            for block, (first, last) in enumerate(pairwise([0, *ends]))
+            if first < end and last > max(first, begin)
+        ]
+        runs.append(_Run(begin, end, *map(list, zip(*taken, strict=True))))
     return expert.argsort(stable=True), runs
 
 
-def _of_blocks(*stacks: Tensor) -> list[Packed]:
-    """Stacks taken apart."""
-    return [Packed(*block) for block in zip(*stacks, strict=True)]
+def _take_windows(rows: Tensor, order: Tensor) -> Tensor:
+    """(K·n, …) → (K, n·…) in another order of the windows."""
+    return rows.view(len(order), -1).index_select(0, order)
 
 
-def _run_block(x: Tensor, block: Packed, shape: Shape) -> _Kept:
-    """E(x) - x of one block, and what its backward pass needs."""
-    normed, scale = _normalize(x, shape.eps)
-    turned = _split_heads(normed @ block.qkv.t(), shape)
+def _project(weights: list[Tensor], x: Tensor, out: Tensor, rows: list[int], beta: int = 0) -> None:
+    """Each block's own rows: out ← beta · out + x Wᵀ."""
+    for weight, own, into in zip(weights, x.split(rows), out.split(rows), strict=True):
+        into.addmm_(own, weight.t(), beta=beta)
+
+
+def _project_back(
+    weights: list[Tensor], grad_weights: list[Tensor], grad: Tensor, x: Tensor, grad_x: Tensor, rows: list[int]
+) -> None:
+    """Add to the gradients of the weights, and write that of x."""
+    apart = zip(weights, grad_weights, grad.split(rows), x.split(rows), grad_x.split(rows), strict=True)
+    for weight, grad_weight, own_grad, own, into in apart:
+        grad_weight.addmm_(own_grad.t(), own)
+        torch.mm(own_grad, weight, out=into)
+
+
+def _run_blocks(x: Tensor, parts: Tensor, blocks: _Blocks, run: _Run, shape: Shape) -> _Kept:
+    """E(x) - x from x and its projections, and what the backward pass needs."""
+    rows = run.rows(shape.wanted)
+    turned = _split_heads(parts, shape)
     query, key, value = turned
     probability = _attend(query[:, : shape.wanted], key, shape)
     joined = _join_heads(torch.bmm(probability, value), shape.heads)
-    attention = joined @ block.out.t()
+    update = torch.empty_like(joined)
+    _project(run.of(blocks.out), joined, update, rows)
     first = x.view(-1, shape.length, shape.width)[:, : shape.wanted]
-    hidden = (first + attention.view_as(first)).view_as(attention)
+    hidden = (first + update.view_as(first)).view_as(update)
     hidden_normed, hidden_scale = _normalize(hidden, shape.eps)
-    gate_and_up = block.gate_up @ hidden_normed.t()
+    gate_and_up = x.new_empty(blocks.gate_up[0].shape[0], len(hidden))
+    _project(run.of(blocks.gate_up), hidden_normed, gate_and_up.t(), rows)
     gate, up = gate_and_up.chunk(2)
     swish = F.silu(gate)
-    gated = swish * up
-    update = torch.addmm(attention, gated.t(), block.down.t())
-    return _Kept(
-        normed, scale, turned, probability, joined, hidden_normed, hidden_scale, gate_and_up, swish, gated, update
-    )
+    _project(run.of(blocks.down), (swish * up).t(), update, rows, beta=1)
+    return _Kept(turned, probability, joined, hidden_normed, hidden_scale, gate_and_up, swish, update)
 
 
-def _run_back(grad: Tensor, grad_x: Tensor, kept: _Kept, block: Packed, grads: Packed, shape: Shape) -> Tensor:
-    """Add to the gradients of a block's matrices, write that of x by way of the first norm, and return that of the
-    wanted rows by way of the second."""
+def _run_back(
+    grad: Tensor, kept: _Kept, blocks: _Blocks, grads: _Blocks, run: _Run, shape: Shape
+) -> tuple[Tensor, Tensor]:
+    """Add to the gradients of the blocks' matrices, and return that of x's projections and that of the wanted rows of x
+    by way of the second norm."""
+    rows = run.rows(shape.wanted)
     gate, up = kept.gate_and_up.chunk(2)
-    grads.down.addmm_(grad.t(), kept.gated.t())
-    grad_gated = block.down.t() @ grad.t()
+    gated = kept.swish * up
+    grad_gated = torch.empty_like(gated)
+    _project_back(run.of(blocks.down), run.of(grads.down), grad, gated.t(), grad_gated.t(), rows)
     grad_gate_and_up = torch.empty_like(kept.gate_and_up)
     grad_gate, grad_up = grad_gate_and_up.chunk(2)
     torch.mul(grad_gated, kept.swish, out=grad_up)
     torch.ops.aten.silu_backward.grad_input(grad_gated.mul_(up), gate, grad_input=grad_gate)
-    grads.gate_up.addmm_(grad_gate_and_up, kept.hidden_normed)
-    grad_hidden = _normalize_back(grad_gate_and_up.t() @ block.gate_up, kept.hidden_normed, kept.hidden_scale)
-
-    grad_attention = grad + grad_hidden
-    grads.out.addmm_(grad_attention.t(), kept.joined)
-    grad_parts = _attend_back(grad_attention @ block.out, kept.turned, kept.probability, shape)
-    grads.qkv.addmm_(grad_parts.t(), kept.normed)
-    _normalize_back(grad_parts @ block.qkv, kept.normed, kept.scale, out=grad_x)
-    return grad_hidden
+    grad_hidden = torch.empty_like(kept.hidden_normed)
+    _project_back(
+        run.of(blocks.gate_up), run.of(grads.gate_up), grad_gate_and_up.t(), kept.hidden_normed, grad_hidden, rows
+    )
+    grad_hidden = _normalize_back(grad_hidden, kept.hidden_normed, kept.hidden_scale)
+    grad_joined = torch.empty_like(kept.joined)
+    _project_back(run.of(blocks.out), run.of(grads.out), grad + grad_hidden, kept.joined, grad_joined, rows)
+    return _attend_back(grad_joined, kept.turned, kept.probability, shape), grad_hidden
 
 
 def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -223,40 +319,34 @@ def _normalize_back(grad: Tensor, normed: Tensor, scale: Tensor, out: Tensor | N
 
 
 @cache
-def _turns(length: int, head: int, theta: float, dtype: torch.dtype) -> Complex[Tensor, "c one one n half_h"]:
-    """What queries and keys are multiplied with to be turned, and one for the values."""
+def _turns(length: int, head: int, theta: float, dtype: torch.dtype) -> Complex[Tensor, "n half_h"]:
+    """What queries and keys are multiplied with to be turned."""
     angles = rotary_angles(torch.arange(length), head, theta, dtype)
-    turn = torch.complex(angles.cos[:, : head // 2], angles.sin[:, head // 2 :])
-    return torch.stack([turn, turn, torch.ones_like(turn)])[:, None, None]
+    return torch.complex(angles.cos[:, : head // 2], angles.sin[:, head // 2 :])
 
 
-def _pairs(parts: Tensor, shape: Shape) -> Complex[Tensor, "c K H n half_h"]:
-    """(T, c·d), seen as heads of complex numbers."""
-    pairs = parts.view(-1, shape.length, 3, shape.heads, shape.width // shape.heads // 2, 2)
-    return torch.view_as_complex(pairs).permute(2, 0, 3, 1, 4)
+def _heads(parts: Tensor, shape: Shape) -> Tensor:
+    """(T, c·d), seen as (c, K, H, n, h)."""
+    return parts.view(-1, shape.length, 3, shape.heads, shape.width // shape.heads).permute(2, 0, 3, 1, 4)
 
 
 def _split_heads(parts: Tensor, shape: Shape) -> Tensor:
     """(T, c·d) → (c, K·H, m, h), queries and keys turned, tokens filled up with zeros."""
-    head = shape.width // shape.heads
-    turns = _turns(shape.length, head, shape.rope_theta, parts.dtype)
+    apart = _heads(parts, shape)
     filled = -(-shape.length // _MULTIPLE) * _MULTIPLE
-    turned = parts.new_empty(3, parts.shape[0] // shape.length, shape.heads, filled, head)
-    turned[:, :, :, shape.length :].zero_()
-    torch.mul(_pairs(parts, shape), turns, out=_complex(turned)[:, :, :, : shape.length])
+    turned = parts.new_empty(*apart.shape[:3], filled, apart.shape[-1])
+    turned[..., : shape.length, :].copy_(apart)
+    turned[..., shape.length :, :].zero_()
+    _complex(turned[:2]).mul_(_turns(filled, apart.shape[-1], shape.rope_theta, parts.dtype))
     return turned.flatten(1, 2)
 
 
-def _split_heads_back(grad_query: Tensor, grad_key_value: Tensor, shape: Shape) -> Tensor:
-    """(K·H, w, h), (2, K·H, m, h) → (T, c·d), queries and keys turned back."""
-    turns_back = _turns(shape.length, shape.width // shape.heads, shape.rope_theta, grad_query.dtype).conj()
-    query, key_value = (_complex(grad.unflatten(-3, (-1, shape.heads))) for grad in (grad_query, grad_key_value))
-    parts = grad_query.new_empty(query.shape[0] * shape.length, 3 * shape.width)
-    pairs = _pairs(parts, shape)
-    torch.mul(query, turns_back[0, :, :, : shape.wanted], out=pairs[0, :, :, : shape.wanted])
-    if shape.wanted < shape.length:
-        pairs[0, :, :, shape.wanted :].zero_()
-    torch.mul(key_value[:, :, :, : shape.length], turns_back[1:], out=pairs[1:])
+def _split_heads_back(grad: Tensor, shape: Shape) -> Tensor:
+    """(c, K·H, m, h) → (T, c·d), queries and keys turned back; takes `grad` over."""
+    grad = grad.unflatten(1, (-1, shape.heads))
+    _complex(grad[:2]).mul_(_turns(*grad.shape[-2:], shape.rope_theta, grad.dtype).conj())
+    parts = grad.new_empty(grad.shape[1] * shape.length, 3 * shape.width)
+    _heads(parts, shape).copy_(grad[..., : shape.length, :])
     return parts
 
 
@@ -297,10 +387,12 @@ def _attend_back(grad_joined: Tensor, turned: Tensor, probability: Tensor, shape
     """(T, c·d): the gradient of queries, keys and values before the heads are split."""
     grad = grad_joined.view(-1, shape.wanted, shape.heads, turned.shape[-1]).transpose(1, 2).flatten(0, 1)
     query, key, value = turned
-    grad_key_value = torch.empty_like(turned[1:])
-    grad_key, grad_value = grad_key_value
+    grad_turned = torch.empty_like(turned)
+    grad_query, grad_key, grad_value = grad_turned
     torch.bmm(probability.transpose(1, 2), grad, out=grad_value)
     grad_scores = torch.bmm(grad, value.transpose(1, 2)).mul_(probability)
     grad_scores.addcmul_(probability, grad_scores.sum(-1, keepdim=True), value=-1)
     torch.bmm(grad_scores.transpose(1, 2), query[:, : shape.wanted], out=grad_key)
-    return _split_heads_back(torch.bmm(grad_scores, key), grad_key_value, shape)
+    torch.bmm(grad_scores, key, out=grad_query[:, : shape.wanted])
+    grad_query[:, shape.wanted :].zero_()
+    return _split_heads_back(grad_turned, shape)

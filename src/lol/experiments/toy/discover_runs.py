@@ -13,6 +13,7 @@ from lol.experiments.toy.beyond import BEYOND, TAKEN_AWAY
 from lol.experiments.toy.discover import Discovery, discover
 from lol.experiments.toy.discover_config import RULES, DiscoverConfig
 from lol.experiments.toy.line import Job, run_side_by_side
+from lol.experiments.toy.process import prepare_process
 from lol.experiments.toy.runs import SplitKind, weights_of, write_record
 from lol.experiments.toy.task import ARTICLE, DISTINCT
 
@@ -127,7 +128,7 @@ def discoveries_of(command: ToyDiscover) -> list[DiscoverRun]:
 
 
 def _discover(run: DiscoverRun, file: Path) -> None:
-    torch.set_num_threads(1)
+    prepare_process()
     record, discovery = discover(run.config, run.seed)
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(_state_of(discovery), weights_of(file))

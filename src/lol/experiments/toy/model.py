@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from lol.model.base import LoLPreTrainedModel
 from lol.model.layers import RMSNorm
 from lol.model.library import Dispatch, Library, Shelf
 from lol.model.router import Router
-from lol.model.short_windows import Packed, pack
+from lol.model.short_windows import Packed, Repeated, pack
 from lol.model.windows import WindowLayout, find_documents, lay_windows
 
 _NOISE = 0.3
@@ -115,42 +116,54 @@ class ToyModel(LoLPreTrainedModel):
         batch = digits.shape[0]
         steps = program.shape[1]
         between = between or self.toy.between
-        x, instruction = self.digit_embedding(digits), None
-        if not self.toy.blind or self.router is not None:
-            primitive = program + torch.arange(self.toy.steps) * len(self.toy.primitives)
-            instruction = self.program_embedding(primitive)
-        if instruction is not None and not self.toy.blind:
-            x = torch.cat([x, instruction], dim=1)
-        x = x + self.place_embedding.weight
+        tokens = self._embed(digits, program)
+        x = F.embedding(tokens.index, tokens.distinct)
+        instruction = None if self.router is None else self.program_embedding(self._place_primitives(program))
         shelf, length = self._take_shelf(), x.shape[1]
-        state, states = x.flatten(0, 1), [x]
+        state, states = x, [x]
         experts, router_logits = [], []
         for step in range(steps):
             wanted = NUM_DIGITS if step == steps - 1 else length
             if step and between != "nothing":
-                state = self._between(state.view(batch, length, -1), between, generator).flatten(0, 1)
+                state = self._between(state, between, generator)
+            stream = tokens if step == 0 and isinstance(shelf, Packed) else state.flatten(0, 1)
             forced = None if path is None else path[:, step]
             if self.router is None:
                 assert forced is not None
                 expert, share = forced, state.new_ones(batch) if weight is None else weight[:, step]
-                state = self._run(state, shelf, expert, share, wanted)
+                state = self._run(stream, shelf, expert, share, wanted)
             else:
                 assert instruction is not None
-                features = self._features(state.view(batch, length, -1), step, instruction)
+                features = self._features(state, step, instruction)
                 bias = self.expert_bias if self.expert_bias.ndim == 1 else self.expert_bias[step]
                 logits, share, expert = self.router(
                     features, step, bias, None if noise is None else noise[step], forced=forced
                 )
                 router_logits.append(logits)
                 if mixture is None:
-                    state = self._run(state, shelf, expert, share, wanted)
+                    state = self._run(stream, shelf, expert, share, wanted)
                 else:
-                    state = self._mix(state, shelf, mixture.shares(logits, step), wanted)
+                    state = self._mix(stream, state, shelf, mixture.shares(logits, step), wanted)
             experts.append(expert)
-            states.append(state.view(batch, wanted, -1))
+            states.append(state)
         return ToyOutput(
             self.head(self.norm(states[-1])), torch.stack(experts, dim=1), tuple(router_logits), tuple(states)
         )
+
+    def _embed(self, digits: Int[Tensor, "B N"], program: Int[Tensor, "B S"]) -> Repeated:
+        """The tokens of an example: a digit at each of N places, and unless blind, a primitive at each of S more."""
+        place = self.place_embedding.weight[:, None]
+        distinct = (place[:NUM_DIGITS] + self.digit_embedding.weight).flatten(0, 1)
+        index = digits + BASE * torch.arange(NUM_DIGITS)
+        if not self.toy.blind:
+            primitives = self.program_embedding.weight.unflatten(0, (self.toy.steps, -1))
+            index = torch.cat([index, len(distinct) + self._place_primitives(program)], dim=1)
+            distinct = torch.cat([distinct, (place[NUM_DIGITS:] + primitives).flatten(0, 1)])
+        return Repeated(distinct, index)
+
+    def _place_primitives(self, program: Int[Tensor, "B S"]) -> Int[Tensor, "B S"]:
+        """Which of the (step, primitive) pairs they are."""
+        return program + torch.arange(self.toy.steps) * len(self.toy.primitives)
 
     def _features(self, state: Tensor, step: int, instruction: Tensor) -> Float[Tensor, "B d"]:
         """½ (mean state + depth embedding); where the blocks are blind, plus the mean of the program's embeddings."""
@@ -177,33 +190,51 @@ class ToyModel(LoLPreTrainedModel):
         return pack(self.library.stacks(), self.toy.num_heads) if self.packs_shelf else self.library()
 
     def _run(
-        self, state: Tensor, shelf: Shelf | Packed | TorchBlocks, expert: Tensor, weight: Tensor, wanted: int
-    ) -> Tensor:
+        self,
+        stream: Tensor | Repeated,
+        shelf: Shelf | Packed | TorchBlocks,
+        expert: Int[Tensor, "B"],
+        weight: Float[Tensor, "B"],
+        wanted: int,
+    ) -> Float[Tensor, "B wanted d"]:
         """One step of every example, of which the first `wanted` tokens are returned."""
-        examples, length = expert.shape[0], state.shape[0] // expert.shape[0]
-        if isinstance(shelf, TorchBlocks):
-            moved = shelf(state.view(examples, length, -1), expert, weight).flatten(0, 1)
-            return _first_tokens(moved, length, wanted)
-        layout = _one_window_each(examples, length)
+        examples = expert.shape[0]
         if isinstance(shelf, Packed):
-            return self.dispatch(state, shelf, layout, expert, weight, None, wanted=wanted)
-        return _first_tokens(self.dispatch(state, shelf, layout, expert, weight, None), length, wanted)
+            layout = _one_window_each(examples, _length(stream, examples))
+            return self.dispatch(stream, shelf, layout, expert, weight, None, wanted=wanted).unflatten(
+                0, (examples, -1)
+            )
+        assert isinstance(stream, Tensor)
+        if isinstance(shelf, TorchBlocks):
+            moved = shelf(stream.unflatten(0, (examples, -1)), expert, weight)
+        else:
+            layout = _one_window_each(examples, len(stream) // examples)
+            moved = self.dispatch(stream, shelf, layout, expert, weight, None).unflatten(0, (examples, -1))
+        return moved[:, :wanted]
 
     def _mix(
-        self, state: Tensor, shelf: Shelf | Packed | TorchBlocks, shares: Float[Tensor, "B L"], wanted: int
-    ) -> Tensor:
+        self,
+        stream: Tensor | Repeated,
+        state: Float[Tensor, "B n d"],
+        shelf: Shelf | Packed | TorchBlocks,
+        shares: Float[Tensor, "B L"],
+        wanted: int,
+    ) -> Float[Tensor, "B wanted d"]:
         """s + Σ_m share_m (E_m(s) - s): every block on a copy of every window."""
         batch, blocks = shares.shape
-        copies = state.repeat(blocks, 1)
+        if isinstance(stream, Repeated):
+            copies = Repeated(stream.distinct, stream.index.repeat(blocks, 1))
+        else:
+            copies = stream.repeat(blocks, 1)
         expert = torch.arange(blocks).repeat_interleave(batch)
         moved = self._run(copies, shelf, expert, shares.t().flatten(), wanted)
-        first = _first_tokens(state, len(state) // batch, wanted)
+        first = state[:, :wanted]
         return first + (moved.unflatten(0, (blocks, -1)) - first).sum(0)
 
 
-def _first_tokens(stream: Float[Tensor, "T d"], length: int, wanted: int) -> Float[Tensor, "wanted_T d"]:
-    """Those of each window."""
-    return stream if wanted == length else stream.unflatten(0, (-1, length))[:, :wanted].flatten(0, 1)
+def _length(stream: Tensor | Repeated, examples: int) -> int:
+    """Tokens of an example."""
+    return stream.index.shape[1] if isinstance(stream, Repeated) else len(stream) // examples
 
 
 @cache

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from lol.errors import UserError
 from lol.experiments.toy.config import CHOSEN_MODELS, MODELS, ToyConfig
 from lol.experiments.toy.line import Job, run_side_by_side
+from lol.experiments.toy.process import prepare_process
 from lol.experiments.toy.train import run as run_config
 
 SplitKind = Literal["programs", "functions"]
@@ -95,7 +94,7 @@ def toy_run(command: ToyRun) -> None:
     if file.exists():
         print(f"done before: {file}")
         return
-    torch.set_num_threads(1)
+    prepare_process()
     file.parent.mkdir(parents=True, exist_ok=True)
     record = run_config(run.config, run.seed, weights=weights_of(file))
     write_record(file, {"model": run.model, "command": command_of(run), **record})
