@@ -1,6 +1,7 @@
 """The toy's encoder beside its literal form, and what each setting lets through."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +166,45 @@ def test_given_paths():
     assert len({tuple(path) for path in every.tolist()}) > 32
     assert torch.equal(every[5], given_path(MODELS["given-program"], torch.tensor([PROGRAMS[5]]))[0])
     assert given_path(MODELS["learned"], program) is None
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("setting", [{"blind": True}, {}, {"blind": True, "between": "digits"}, {"block": "torch"}])
+def test_paths_that_begin_alike_are_run_once(setting: dict[str, Any], packs: bool, monkeypatch: pytest.MonkeyPatch):
+    config = ToyConfig(routing="by primitive", hidden_size=16, num_heads=2, **setting)
+    torch.manual_seed(0)
+    model = ToyModel(config).double()
+    model.packs_shelf = packs
+    digits, program = torch.randint(10, (3, 8)), torch.randint(4, (3, 3))
+    # Of the second example two paths are the same; of the third all go on differently from the start.
+    paths = torch.tensor(
+        [
+            [[0, 1, 2], [0, 1, 3], [0, 2, 2]],
+            [[3, 3, 3], [3, 3, 3], [3, 0, 3]],
+            [[0, 1, 2], [1, 1, 2], [2, 1, 2]],
+        ]
+    )
+    counts = []
+    run = ToyModel._run
+
+    def count(self: ToyModel, stream: Any, shelf: Any, expert: Tensor, *rest: Any) -> Tensor:
+        counts.append(len(expert))
+        return run(self, stream, shelf, expert, *rest)
+
+    each = (part.repeat_interleave(3, 0) for part in (digits, program))
+    literal = model(*each, path=paths.flatten(0, 1)).logits
+    monkeypatch.setattr(ToyModel, "_run", count)
+    logits = model.try_paths(digits, program, paths)
+    assert counts == [1 + 1 + 3, 2 + 2 + 3, 3 + 2 + 3]
+    above = torch.randn_like(literal)
+    used = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    expected = torch.autograd.grad(literal, used, above, allow_unused=True)
+    found = torch.autograd.grad(logits.flatten(0, 1), used, above, allow_unused=True)
+    assert_close(logits.flatten(0, 1), literal)
+    for own, other in zip(found, expected, strict=True):
+        assert (own is None) == (other is None)
+        if own is not None:
+            assert_close(own, other)
 
 
 def test_a_mixture_weighs_all_blocks():

@@ -62,10 +62,13 @@ def test_packed_equals_loop(
 @pytest.mark.parametrize("few", [True, False])
 def test_repeated_tokens_equal_the_stream_that_they_make(few: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lol.model.short_windows._WINDOWS_AT_ONCE", 4)
-    projected = []
-    monkeypatch.setattr(
-        "lol.model.short_windows._normalize", lambda x, eps: projected.append(len(x)) or normalize(x, eps)
-    )
+    normalized = []
+
+    def count(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        normalized.append(len(x))
+        return normalize(x, eps)
+
+    monkeypatch.setattr("lol.model.short_windows._normalize", count)
     torch.manual_seed(0)
     config = LoLConfig(vocab_size=8, hidden_size=WIDTH, intermediate_size=20, num_attention_heads=3, num_experts=BLOCKS)
     library, dispatch = Library(config).double(), Dispatch(config)

@@ -213,11 +213,15 @@ class Discovery:
     ) -> Float[Tensor, "B C"]:
         """Mean cross-entropy of a digit on each path of each example."""
         batch, tries, _ = paths.shape
-        digits, program, target = (
-            part.repeat_interleave(tries, 0) for part in (examples.digits, examples.program, examples.target)
-        )
-        weight = None if weight is None else weight.flatten(0, 1)
-        logits = self.model(digits, program, path=paths.flatten(0, 1), weight=weight, generator=self.generator).logits
+        if tries > 1 and weight is None and self.model.toy.between in ("nothing", "digits"):
+            logits = self.model.try_paths(examples.digits, examples.program, paths).flatten(0, 1)
+        else:
+            # What is drawn between blocks is drawn for every path apart.
+            digits, program = (part.repeat_interleave(tries, 0) for part in (examples.digits, examples.program))
+            weight = None if weight is None else weight.flatten(0, 1)
+            output = self.model(digits, program, path=paths.flatten(0, 1), weight=weight, generator=self.generator)
+            logits = output.logits
+        target = examples.target.repeat_interleave(tries, 0)
         losses = F.cross_entropy(logits.transpose(1, 2), target, reduction="none")
         return losses.view(batch, tries, -1).mean(-1)
 

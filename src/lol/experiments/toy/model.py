@@ -5,6 +5,7 @@ Letters: B examples, N digits, S steps of a program, n tokens of an example, d w
 
 from dataclasses import dataclass
 from functools import cache
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -124,9 +125,9 @@ class ToyModel(LoLPreTrainedModel):
         experts, router_logits = [], []
         for step in range(steps):
             wanted = NUM_DIGITS if step == steps - 1 else length
-            if step and between != "nothing":
+            if step:
                 state = self._between(state, between, generator)
-            stream = tokens if step == 0 and isinstance(shelf, Packed) else state.flatten(0, 1)
+            stream = state.flatten(0, 1) if step else tokens
             forced = None if path is None else path[:, step]
             if self.router is None:
                 assert forced is not None
@@ -149,6 +150,28 @@ class ToyModel(LoLPreTrainedModel):
         return ToyOutput(
             self.head(self.norm(states[-1])), torch.stack(experts, dim=1), tuple(router_logits), tuple(states)
         )
+
+    def try_paths(
+        self, digits: Int[Tensor, "B N"], program: Int[Tensor, "B S"], paths: Int[Tensor, "B C S"]
+    ) -> Float[Tensor, "B C N V"]:
+        """Logits along several given paths of each example; what its paths begin with in common is run once."""
+        batch, tries, steps = paths.shape
+        tokens, shelf = self._embed(digits, program), self._take_shelf()
+        states = F.embedding(tokens.index, tokens.distinct)
+        length = states.shape[1]
+        # The row of `states` that each path has come to.
+        row = torch.arange(batch).repeat_interleave(tries)
+        for step in range(steps):
+            named, row = (row * self.toy.num_blocks + paths[..., step].flatten()).unique(return_inverse=True)
+            before, expert = named // self.toy.num_blocks, named % self.toy.num_blocks
+            if step:
+                states = self._between(states, self.toy.between, None)
+                stream = states.index_select(0, before).flatten(0, 1)
+            else:
+                stream = Repeated(tokens.distinct, tokens.index.index_select(0, before))
+            wanted = NUM_DIGITS if step == steps - 1 else length
+            states = self._run(stream, shelf, expert, states.new_ones(len(expert)), wanted)
+        return self.head(self.norm(states))[row].unflatten(0, (batch, tries))
 
     def _embed(self, digits: Int[Tensor, "B N"], program: Int[Tensor, "B S"]) -> Repeated:
         """The tokens of an example: a digit at each of N places, and unless blind, a primitive at each of S more."""
@@ -174,7 +197,7 @@ class ToyModel(LoLPreTrainedModel):
         self, state: Float[Tensor, "B N d"], between: Between, generator: torch.Generator | None
     ) -> Float[Tensor, "B N d"]:
         """What the next block sees of a state: see `ToyConfig.between`."""
-        if generator is None and between != "digits":
+        if between == "nothing" or (generator is None and between != "digits"):
             return state
         if between == "noise":
             size = state.detach().pow(2).mean(-1, keepdim=True).sqrt()
@@ -199,18 +222,14 @@ class ToyModel(LoLPreTrainedModel):
     ) -> Float[Tensor, "B wanted d"]:
         """One step of every example, of which the first `wanted` tokens are returned."""
         examples = expert.shape[0]
-        if isinstance(shelf, Packed):
-            layout = _one_window_each(examples, _length(stream, examples))
-            return self.dispatch(stream, shelf, layout, expert, weight, None, wanted=wanted).unflatten(
-                0, (examples, -1)
-            )
-        assert isinstance(stream, Tensor)
+        if not isinstance(shelf, Packed) and isinstance(stream, Repeated):
+            stream = F.embedding(stream.index, stream.distinct).flatten(0, 1)
         if isinstance(shelf, TorchBlocks):
-            moved = shelf(stream.unflatten(0, (examples, -1)), expert, weight)
-        else:
-            layout = _one_window_each(examples, len(stream) // examples)
-            moved = self.dispatch(stream, shelf, layout, expert, weight, None).unflatten(0, (examples, -1))
-        return moved[:, :wanted]
+            return shelf(cast(Tensor, stream).unflatten(0, (examples, -1)), expert, weight)[:, :wanted]
+        layout = _one_window_each(examples, _length(stream, examples))
+        part = wanted if isinstance(shelf, Packed) else None
+        moved = self.dispatch(stream, shelf, layout, expert, weight, None, wanted=part)
+        return moved.unflatten(0, (examples, -1))[:, :wanted]
 
     def _mix(
         self,
