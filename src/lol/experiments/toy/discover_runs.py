@@ -19,6 +19,7 @@ from lol.experiments.toy.task import ARTICLE, DISTINCT
 
 _ORD = RULES["ord"]
 _SIX = replace(_ORD.toy, primitives=(*ARTICLE, "neg", "swap"), num_blocks=6, num_held_out=144)
+_ORD_SIX = replace(_ORD, toy=_SIX, explore_steps=2400, settle_steps=2100)
 
 DISCOVERIES: dict[str, DiscoverConfig] = RULES | {
     "ord-sighted": replace(_ORD, toy=replace(_ORD.toy, blind=False)),
@@ -31,12 +32,14 @@ DISCOVERIES: dict[str, DiscoverConfig] = RULES | {
     "mix-six": replace(RULES["mix"], toy=_SIX, explore_steps=2250, settle_steps=2250),
     "ord-distinct": replace(_ORD, toy=replace(_ORD.toy, primitives=DISTINCT)),
     "mix-distinct": replace(RULES["mix"], toy=replace(_ORD.toy, primitives=DISTINCT)),
-    "ord-six": replace(_ORD, toy=_SIX, explore_steps=2400, settle_steps=2100),
+    "ord-six": _ORD_SIX,
+    "ord-six-digits-at-random": replace(_ORD_SIX, toy=replace(_SIX, between="digits at random")),
     **TAKEN_AWAY,
     **BEYOND,
 }
 """The rules; blocks that see the program; without annealing; without the bonus on the mean choice; more blocks than
-primitives; six primitives (72 of 216 programs trained, half as many steps again); and those of `beyond.py`."""
+primitives; six primitives (72 of 216 programs trained, half as many steps again), also with the state written as digits
+between blocks of a random half of the examples; and those of `beyond.py`."""
 
 
 @dataclass(frozen=True)
