@@ -97,7 +97,7 @@ def test_repeated_tokens_need_a_packed_shelf():
     layout = lay_windows(find_documents((2, 5), None, None, torch.device("cpu")), 0, None)
     stream = Repeated(torch.zeros(1, WIDTH), torch.zeros(2, 5, dtype=torch.long))
     with pytest.raises(AssertionError, match="packed shelf"):
-        Dispatch(config)(stream, Library(config)(), layout, stream.index[:, 0], torch.ones(2), None)
+        Dispatch(config)(stream, Library(config)(), layout, stream.which[:, 0], torch.ones(2), None)
 
 
 def test_a_part_of_each_window_needs_a_packed_shelf():

@@ -77,7 +77,7 @@ class Repeated(NamedTuple):
     """A stream of tokens that come again and again, as embeddings do."""
 
     distinct: Float[Tensor, "V d"]
-    index: Int[Tensor, "K n"]
+    which: Int[Tensor, "K n"]
     """Which of them stands at each place of each window."""
 
 
@@ -97,10 +97,11 @@ def run_short_windows(
         expert: The block of each window.
         shape: What the windows and their attention are like.
     """
-    tokens, index = state if isinstance(state, Repeated) else (state, None)
-    if index is not None and len(tokens) * len(packed.qkv) > index.numel():
-        tokens, index = F.embedding(index, tokens).flatten(0, 1), None
-    return _ShortWindows.apply(tokens, index, weight, *packed, expert, shape)  # pyright: ignore[reportReturnType]
+    tokens, which = state if isinstance(state, Repeated) else (state, None)
+    if which is not None and len(tokens) * len(packed.qkv) > which.numel():
+        # To project each for every block would be more work, not less.
+        tokens, which = F.embedding(which, tokens).flatten(0, 1), None
+    return _ShortWindows.apply(tokens, which, weight, *packed, expert, shape)  # pyright: ignore[reportReturnType]
 
 
 class _Run(NamedTuple):
@@ -148,26 +149,26 @@ class _ShortWindows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: Tensor, index: Tensor | None, weight: Tensor,
+        ctx: Any, tokens: Tensor, which: Tensor | None, weight: Tensor,
         qkv: Tensor, out: Tensor, gate_up: Tensor, down: Tensor, expert: Tensor, shape: Shape,
     ) -> Tensor:  # fmt: skip
         order, runs = _runs(expert, len(qkv))
         weight = weight[:, None].index_select(0, order)
         normed, scale = _normalize(tokens, shape.eps)
-        row, table = None, None
-        if index is None:
+        if which is None:
+            table = row = None
             x, normed, scale = (_take_windows(rows, order) for rows in (tokens, normed, scale))
         else:
-            index, expert = index.index_select(0, order), expert.index_select(0, order)
-            x = tokens.index_select(0, index.flatten()).view(len(order), -1)
             table = (normed @ qkv.flatten(0, 1).t()).view(-1, qkv.shape[1])
-            row = index * len(qkv) + expert[:, None]
+            which = which.index_select(0, order)
+            row = which * len(qkv) + expert.index_select(0, order)[:, None]
+            x = tokens.index_select(0, which.flatten()).view(len(order), -1)
         moved = x.new_empty(len(order), shape.wanted * shape.width)
         blocks, kept = _Blocks(*(stack.unbind(0) for stack in (qkv, out, gate_up, down))), []
         for run in runs:
             at = slice(run.begin, run.end)
             own = x[at].view(-1, shape.width)
-            if table is None:
+            if table is None or row is None:
                 parts = own.new_empty(len(own), qkv.shape[1])
                 _project(run.of(blocks.qkv), normed[at].view_as(own), parts, run.rows(shape.length))
             else:
@@ -177,25 +178,22 @@ class _ShortWindows(torch.autograd.Function):
             torch.addcmul(x[at, : update.shape[1]], update, weight[at], out=moved[at])
             kept += mine
         inverse = order.argsort()
-        ctx.save_for_backward(order, inverse, index, row, weight, normed, scale, qkv, out, gate_up, down, *kept)
-        ctx.runs, ctx.shape = runs, shape
+        ctx.save_for_backward(order, inverse, which, row, weight, normed, scale, qkv, out, gate_up, down, *kept)
+        ctx.runs, ctx.shape, ctx.repeats = runs, shape, which is not None
         return moved.index_select(0, inverse).view(-1, shape.width)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         shape: Shape = ctx.shape
-        order, inverse, index, row, weight, normed, scale, *saved = ctx.saved_tensors
+        order, inverse, which, row, weight, normed, scale, *saved = ctx.saved_tensors
         stacks, kept = saved[: len(Packed._fields)], saved[len(Packed._fields) :]
         above = grads[0].reshape(len(order), -1).index_select(0, order)
         grad_stacks = [torch.zeros_like(stack) for stack in stacks]
         blocks, grad_blocks = (_Blocks(*(stack.unbind(0) for stack in all_of)) for all_of in (stacks, grad_stacks))
         qkv, grad_qkv = stacks[0], grad_stacks[0]
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
-        if index is None:
-            below = above.new_empty(len(order), shape.length * shape.width)
-        else:
-            below = torch.zeros_like(normed)
-            grad_table = above.new_zeros(len(normed) * len(qkv), qkv.shape[1])
+        below = torch.zeros_like(normed)
+        grad_table = above.new_zeros(len(normed) * len(qkv), qkv.shape[1]) if ctx.repeats else None
         for run in ctx.runs:
             at = slice(run.begin, run.end)
             mine, kept = _Kept(*kept[: len(_Kept._fields)]), kept[len(_Kept._fields) :]
@@ -205,7 +203,7 @@ class _ShortWindows(torch.autograd.Function):
             grad = (own * weight[at]).view(-1, shape.width)
             grad_parts, grad_hidden = _run_back(grad, mine, blocks, grad_blocks, run, shape)
             own += grad_hidden.view_as(own)
-            if index is None:
+            if grad_table is None:
                 x, grad_x = (rows[at].view(-1, shape.width) for rows in (normed, below))
                 grad_normed = torch.empty_like(x)
                 rows = run.rows(shape.length)
@@ -214,8 +212,8 @@ class _ShortWindows(torch.autograd.Function):
                 below[at, : own.shape[1]] += own
             else:
                 grad_table.index_add_(0, row[at].flatten(), grad_parts)
-                below.index_add_(0, index[at, : shape.wanted].flatten(), own.view(-1, shape.width))
-        if index is None:
+                below.index_add_(0, which[at, : shape.wanted].flatten(), own.view(-1, shape.width))
+        if grad_table is None:
             below = _take_windows(below, inverse)
         else:
             grad_table = grad_table.view(len(normed), -1)
@@ -228,8 +226,7 @@ class _ShortWindows(torch.autograd.Function):
 
 def _runs(expert: Tensor, blocks: int) -> tuple[Tensor, list[_Run]]:
     """Windows in the order of their blocks, and that order cut into runs."""
-    runs, begin = [], 0
-    ends = torch.bincount(expert, minlength=blocks).cumsum(0).tolist()
+    runs, ends = [], torch.bincount(expert, minlength=blocks).cumsum(0).tolist()
     for begin in range(0, len(expert), _WINDOWS_AT_ONCE):
         end = min(begin + _WINDOWS_AT_ONCE, len(expert))
         taken = [

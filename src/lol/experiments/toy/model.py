@@ -118,7 +118,7 @@ class ToyModel(LoLPreTrainedModel):
         steps = program.shape[1]
         between = between or self.toy.between
         tokens = self._embed(digits, program)
-        x = F.embedding(tokens.index, tokens.distinct)
+        x = F.embedding(tokens.which, tokens.distinct)
         instruction = None if self.router is None else self.program_embedding(self._place_primitives(program))
         shelf, length = self._take_shelf(), x.shape[1]
         state, states = x, [x]
@@ -157,7 +157,7 @@ class ToyModel(LoLPreTrainedModel):
         """Logits along several given paths of each example; what its paths begin with in common is run once."""
         batch, tries, steps = paths.shape
         tokens, shelf = self._embed(digits, program), self._take_shelf()
-        states = F.embedding(tokens.index, tokens.distinct)
+        states = F.embedding(tokens.which, tokens.distinct)
         length = states.shape[1]
         # The row of `states` that each path has come to.
         row = torch.arange(batch).repeat_interleave(tries)
@@ -168,7 +168,7 @@ class ToyModel(LoLPreTrainedModel):
                 states = self._between(states, self.toy.between, None)
                 stream = states.index_select(0, before).flatten(0, 1)
             else:
-                stream = Repeated(tokens.distinct, tokens.index.index_select(0, before))
+                stream = Repeated(tokens.distinct, tokens.which.index_select(0, before))
             wanted = NUM_DIGITS if step == steps - 1 else length
             states = self._run(stream, shelf, expert, states.new_ones(len(expert)), wanted)
         return self.head(self.norm(states))[row].unflatten(0, (batch, tries))
@@ -223,7 +223,7 @@ class ToyModel(LoLPreTrainedModel):
         """One step of every example, of which the first `wanted` tokens are returned."""
         examples = expert.shape[0]
         if not isinstance(shelf, Packed) and isinstance(stream, Repeated):
-            stream = F.embedding(stream.index, stream.distinct).flatten(0, 1)
+            stream = F.embedding(stream.which, stream.distinct).flatten(0, 1)
         if isinstance(shelf, TorchBlocks):
             return shelf(cast(Tensor, stream).unflatten(0, (examples, -1)), expert, weight)[:, :wanted]
         layout = _one_window_each(examples, _length(stream, examples))
@@ -242,7 +242,7 @@ class ToyModel(LoLPreTrainedModel):
         """s + Σ_m share_m (E_m(s) - s): every block on a copy of every window."""
         batch, blocks = shares.shape
         if isinstance(stream, Repeated):
-            copies = Repeated(stream.distinct, stream.index.repeat(blocks, 1))
+            copies = Repeated(stream.distinct, stream.which.repeat(blocks, 1))
         else:
             copies = stream.repeat(blocks, 1)
         expert = torch.arange(blocks).repeat_interleave(batch)
@@ -253,7 +253,7 @@ class ToyModel(LoLPreTrainedModel):
 
 def _length(stream: Tensor | Repeated, examples: int) -> int:
     """Tokens of an example."""
-    return stream.index.shape[1] if isinstance(stream, Repeated) else len(stream) // examples
+    return stream.which.shape[1] if isinstance(stream, Repeated) else len(stream) // examples
 
 
 @cache
