@@ -154,11 +154,12 @@ class _ShortWindows(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         order, runs = _runs(expert, len(qkv))
         weight = weight[:, None].index_select(0, order)
-        normed, scale = _normalize(tokens, shape.eps)
         if which is None:
             table = row = None
-            x, normed, scale = (_take_windows(rows, order) for rows in (tokens, normed, scale))
+            x = _take_windows(tokens, order)
+            normed, scale = _normalize(x.view_as(tokens), shape.eps)
         else:
+            normed, scale = _normalize(tokens, shape.eps)
             table = (normed @ qkv.flatten(0, 1).t()).view(-1, qkv.shape[1])
             which = which.index_select(0, order)
             row = which * len(qkv) + expert.index_select(0, order)[:, None]
@@ -170,7 +171,8 @@ class _ShortWindows(torch.autograd.Function):
             own = x[at].view(-1, shape.width)
             if table is None or row is None:
                 parts = own.new_empty(len(own), qkv.shape[1])
-                _project(run.of(blocks.qkv), normed[at].view_as(own), parts, run.rows(shape.length))
+                rows = slice(run.begin * shape.length, run.end * shape.length)
+                _project(run.of(blocks.qkv), normed[rows], parts, run.rows(shape.length))
             else:
                 parts = table.index_select(0, row[at].flatten())
             mine = _run_blocks(own, parts, blocks, run, shape)
@@ -192,7 +194,7 @@ class _ShortWindows(torch.autograd.Function):
         blocks, grad_blocks = (_Blocks(*(stack.unbind(0) for stack in all_of)) for all_of in (stacks, grad_stacks))
         qkv, grad_qkv = stacks[0], grad_stacks[0]
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
-        below = torch.zeros_like(normed)
+        below = torch.zeros_like(normed) if ctx.repeats else torch.empty_like(normed)
         grad_table = above.new_zeros(len(normed) * len(qkv), qkv.shape[1]) if ctx.repeats else None
         for run in ctx.runs:
             at = slice(run.begin, run.end)
@@ -204,12 +206,14 @@ class _ShortWindows(torch.autograd.Function):
             grad_parts, grad_hidden = _run_back(grad, mine, blocks, grad_blocks, run, shape)
             own += grad_hidden.view_as(own)
             if grad_table is None:
-                x, grad_x = (rows[at].view(-1, shape.width) for rows in (normed, below))
+                rows = slice(run.begin * shape.length, run.end * shape.length)
+                x, grad_x = normed[rows], below[rows]
                 grad_normed = torch.empty_like(x)
-                rows = run.rows(shape.length)
-                _project_back(run.of(blocks.qkv), run.of(grad_blocks.qkv), grad_parts, x, grad_normed, rows)
-                _normalize_back(grad_normed, x, scale[at].view(-1, 1), out=grad_x)
-                below[at, : own.shape[1]] += own
+                _project_back(
+                    run.of(blocks.qkv), run.of(grad_blocks.qkv), grad_parts, x, grad_normed, run.rows(shape.length)
+                )
+                _normalize_back(grad_normed, x, scale[rows], out=grad_x)
+                grad_x.view(len(own), -1)[:, : own.shape[1]] += own
             else:
                 grad_table.index_add_(0, row[at].flatten(), grad_parts)
                 below.index_add_(0, which[at, : shape.wanted].flatten(), own.view(-1, shape.width))
