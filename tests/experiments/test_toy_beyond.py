@@ -45,7 +45,7 @@ def moved_by_one_step(config: DiscoverConfig, losses) -> tuple[torch.Tensor, tor
 
 def test_credit_of_whole_paths_is_the_gradient_of_the_expected_loss_on_average():
     config = short(RULES["pc"], credit="whole path", tries=1_200_000)
-    before, moved = moved_by_one_step(config, lambda _examples, paths, _weight: paths.sum(-1).float().requires_grad_())
+    before, moved = moved_by_one_step(config, lambda _examples, paths, _between, _weight: paths.sum(-1).float().requires_grad_())
     share, cost = before.softmax(-1), torch.arange(4.0)
     slope = share * (cost - (share * cost).sum(-1, keepdim=True))
     used = F.one_hot(torch.tensor(selection_programs(config)[0]), 4).float().mean(0)
@@ -55,7 +55,7 @@ def test_credit_of_whole_paths_is_the_gradient_of_the_expected_loss_on_average()
 def test_the_weight_is_credited_with_its_own_gradient():
     seen = {}
 
-    def losses(_examples, paths, weight):
+    def losses(_examples, paths, _between, weight):
         seen["paths"] = paths
         return weight.sum(-1)
 
@@ -175,6 +175,20 @@ def test_the_state_between_blocks():
     with torch.no_grad():
         told = untold(digits[:1], program[:1], path=program[:1], between="digits").states
     assert_close(told[2], first[2])
+
+
+def test_the_state_may_be_left_alone_until_the_router_is_frozen():
+    plain = short(RULES["ord"])
+    digits = replace(plain, toy=replace(plain.toy, between="digits at random"))
+    runs = [Discovery(config, 0) for config in (plain, replace(digits, between_from="settling"), digits)]
+    for run in runs:
+        run.explore()
+    untouched, later, always = (run.model.state_dict() for run in runs)
+    assert_close(later, untouched, rtol=0, atol=0)
+    assert not torch.equal(always["head.weight"], untouched["head.weight"])
+    for run in runs[:2]:
+        run.settle()
+    assert not torch.equal(runs[1].model.head.weight, runs[0].model.head.weight)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_credit_is_the_gradient_of_the_expected_loss():
     """Each block costs its number, wherever it runs: a step down the gradient of Σ π_m m, mean over the examples."""
     config = replace(short("pc"), entropy=0.0, balance=0.0)
     discovery = Discovery(config, 0)
-    discovery._losses = lambda _examples, paths, _weight: paths.sum(-1).float().requires_grad_()
+    discovery._losses = lambda _examples, paths, _between, _weight: paths.sum(-1).float().requires_grad_()
     discovery.router_optimizer = torch.optim.SGD(discovery.router.parameters(), lr=1.0)
     before = discovery.router.score.detach().clone()
     discovery.explore()

@@ -194,7 +194,7 @@ def test_paths_that_begin_alike_are_run_once(setting: dict[str, Any], packs: boo
     each = (part.repeat_interleave(3, 0) for part in (digits, program))
     literal = model(*each, path=paths.flatten(0, 1)).logits
     monkeypatch.setattr(ToyModel, "_run", count)
-    logits = model.try_paths(digits, program, paths)
+    logits = model.try_paths(digits, program, paths, config.between)
     assert counts == [1 + 1 + 3, 2 + 2 + 3, 3 + 2 + 3]
     above = torch.randn_like(literal)
     used = [parameter for parameter in model.parameters() if parameter.requires_grad]

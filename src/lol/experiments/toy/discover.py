@@ -122,7 +122,8 @@ class Discovery:
         examples = self._draw(config.tries // self._number_of_tries(tries_orders))
         probability, order_shares = router(examples.program), router.order_shares()
         tries = self._try(tries_orders, probability, order_shares, learns_order)
-        loss = self._losses(examples, tries.paths, tries.weight)
+        between = config.toy.between if config.between_from == "exploring" else "nothing"
+        loss = self._losses(examples, tries.paths, between, tries.weight)
         cost = NUM_DIGITS * loss.detach()
         if config.credit == "whole path":
             cost = (cost - cost.mean(-1, keepdim=True)) / (_PATHS_TRIED - 1)
@@ -209,18 +210,23 @@ class Discovery:
         return self.router.readings(drawn.shape[1])[number]
 
     def _losses(
-        self, examples: Examples, paths: Int[Tensor, "B C S"], weight: Float[Tensor, "B C S"] | None = None
+        self,
+        examples: Examples,
+        paths: Int[Tensor, "B C S"],
+        between: Between,
+        weight: Float[Tensor, "B C S"] | None = None,
     ) -> Float[Tensor, "B C"]:
         """Mean cross-entropy of a digit on each path of each example."""
         batch, tries, _ = paths.shape
-        if tries > 1 and weight is None and self.model.toy.between in ("nothing", "digits"):
-            logits = self.model.try_paths(examples.digits, examples.program, paths).flatten(0, 1)
+        if tries > 1 and weight is None and between in ("nothing", "digits"):
+            logits = self.model.try_paths(examples.digits, examples.program, paths, between).flatten(0, 1)
         else:
             # What is drawn between blocks is drawn for every path apart.
             digits, program = (part.repeat_interleave(tries, 0) for part in (examples.digits, examples.program))
             weight = None if weight is None else weight.flatten(0, 1)
-            output = self.model(digits, program, path=paths.flatten(0, 1), weight=weight, generator=self.generator)
-            logits = output.logits
+            logits = self.model(
+                digits, program, path=paths.flatten(0, 1), weight=weight, between=between, generator=self.generator
+            ).logits
         target = examples.target.repeat_interleave(tries, 0)
         losses = F.cross_entropy(logits.transpose(1, 2), target, reduction="none")
         return losses.view(batch, tries, -1).mean(-1)
@@ -230,7 +236,7 @@ class Discovery:
         toy = self.config.toy
         left = 1 - (self.step - self.config.explore_steps) / self.config.settle_steps
         examples = self._draw(toy.batch_size)
-        loss = self._losses(examples, self.router.path(examples.program)[:, None]).mean()
+        loss = self._losses(examples, self.router.path(examples.program)[:, None], toy.between).mean()
         cosine = 0.5 * (1 - torch.cos(torch.tensor(torch.pi * left)).item())
         self._update_blocks(loss, cosine)
         self.step += 1

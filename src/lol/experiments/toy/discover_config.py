@@ -41,6 +41,8 @@ class DiscoverConfig:
     """Coefficient of the entropy of the mean distribution over whole paths (not of `ord`)."""
     repair: RepairConfig | None = None
     """Between exploring and settling: repair the paths (`crossfit.py`), and settle with a fresh library."""
+    between_from: Literal["exploring", "settling"] = "exploring"
+    """When what `toy.between` says of the state between blocks begins: with training, or once the router is frozen."""
     num_validation: int = 8
     """Trained programs that are held out for selection."""
     explore_steps: int = 1600

@@ -34,12 +34,15 @@ DISCOVERIES: dict[str, DiscoverConfig] = RULES | {
     "mix-distinct": replace(RULES["mix"], toy=replace(_ORD.toy, primitives=DISTINCT)),
     "ord-six": _ORD_SIX,
     "ord-six-digits-at-random": replace(_ORD_SIX, toy=replace(_SIX, between="digits at random")),
+    "ord-six-digits-settling": replace(
+        _ORD_SIX, toy=replace(_SIX, between="digits at random"), between_from="settling"
+    ),
     **TAKEN_AWAY,
     **BEYOND,
 }
 """The rules; blocks that see the program; without annealing; without the bonus on the mean choice; more blocks than
 primitives; six primitives (72 of 216 programs trained, half as many steps again), also with the state written as digits
-between blocks of a random half of the examples; and those of `beyond.py`."""
+between blocks of a random half of the examples, always or once the router is frozen; and those of `beyond.py`."""
 
 
 @dataclass(frozen=True)

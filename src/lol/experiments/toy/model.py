@@ -152,9 +152,12 @@ class ToyModel(LoLPreTrainedModel):
         )
 
     def try_paths(
-        self, digits: Int[Tensor, "B N"], program: Int[Tensor, "B S"], paths: Int[Tensor, "B C S"]
+        self, digits: Int[Tensor, "B N"], program: Int[Tensor, "B S"], paths: Int[Tensor, "B C S"], between: Between
     ) -> Float[Tensor, "B C N V"]:
-        """Logits along several given paths of each example; what its paths begin with in common is run once."""
+        """Logits along several given paths of each example; what its paths begin with in common is run once.
+
+        Nothing is drawn between blocks.
+        """
         batch, tries, steps = paths.shape
         tokens, shelf = self._embed(digits, program), self._take_shelf()
         states = F.embedding(tokens.which, tokens.distinct)
@@ -165,7 +168,7 @@ class ToyModel(LoLPreTrainedModel):
             named, row = (row * self.toy.num_blocks + paths[..., step].flatten()).unique(return_inverse=True)
             before, expert = named // self.toy.num_blocks, named % self.toy.num_blocks
             if step:
-                states = self._between(states, self.toy.between, None)
+                states = self._between(states, between, None)
                 stream = states.index_select(0, before).flatten(0, 1)
             else:
                 stream = Repeated(tokens.distinct, tokens.which.index_select(0, before))
