@@ -45,7 +45,9 @@ def moved_by_one_step(config: DiscoverConfig, losses) -> tuple[torch.Tensor, tor
 
 def test_credit_of_whole_paths_is_the_gradient_of_the_expected_loss_on_average():
     config = short(RULES["pc"], credit="whole path", tries=1_200_000)
-    before, moved = moved_by_one_step(config, lambda _examples, paths, _between, _weight: paths.sum(-1).float().requires_grad_())
+    before, moved = moved_by_one_step(
+        config, lambda _examples, paths, _between, _weight: paths.sum(-1).float().requires_grad_()
+    )
     share, cost = before.softmax(-1), torch.arange(4.0)
     slope = share * (cost - (share * cost).sum(-1, keepdim=True))
     used = F.one_hot(torch.tensor(selection_programs(config)[0]), 4).float().mean(0)
@@ -209,13 +211,15 @@ def test_lengths_have_their_table():
     def record(seed: int, one: float | None, four: float) -> dict:
         held_out = {"accuracy": 50.0, "separation": 1.0, "known_functions": None, "new_functions": 50.0}
         held_out |= {"lengths": {"1": one, "4": four}, "lengths_as_digits": {"1": 100.0, "4": 90.0}}
-        side = {"accuracy": 99.0}
+        # Two blocks, which two primitives exchange at the second step.
+        side = {"accuracy": 99.0, "uses": [[[3, 0], [0, 1]], [[0, 2], [2, 0]]]}
         toy = {"split": "functions", "split_number": 0}
         return {"model": "ord-noise", "seed": seed, "command": "lol toy discover ord-noise", "config": {"toy": toy},
                 "held_out": held_out, "validation": side, "trained": side}  # fmt: skip
 
     text = discovery_section([record(0, None, 10.0), record(1, 40.0, 20.0)])
     assert "| ord-noise | functions 0 | 2 | 40.0 / 100.0 | 15.0 / 90.0 |" in text
+    assert "| 99.0 | 1.00, 1.00 | 0.62, 0.62 |" in text
     plain = record(0, 1.0, 1.0)
     del plain["held_out"]["lengths"]
     assert "other lengths" not in discovery_section([plain])

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from lol.paths.agreement import count_uses, depth_concentration, mode_path, purity, separation
+from lol.paths.agreement import (
+    count_uses,
+    depth_concentration,
+    mode_path,
+    purity,
+    separation,
+    separation_over_depths,
+)
 
 ALL = torch.cartesian_prod(*[torch.arange(4)] * 3)
 
@@ -14,7 +21,7 @@ def uses_of(experts: torch.Tensor, num_experts: int = 4) -> torch.Tensor:
 
 def test_blocks_by_label_are_apart_and_shared_by_all_depths():
     uses = uses_of(ALL)
-    assert separation(uses) == 1.0
+    assert separation(uses) == separation_over_depths(uses) == 1.0
     assert purity(uses).tolist() == [1.0] * 3
     assert depth_concentration(uses) == pytest.approx(1 / 3)
     assert mode_path(uses).tolist() == [[0, 1, 2, 3]] * 3
@@ -30,8 +37,15 @@ def test_blocks_by_depth_say_nothing_of_the_label():
 
 def test_one_block_per_depth_and_label():
     uses = uses_of(ALL + 4 * torch.arange(3), 12)
-    assert separation(uses) == 1.0
+    assert separation(uses) == separation_over_depths(uses) == 1.0
     assert depth_concentration(uses) == 1.0
+
+
+def test_a_label_may_change_its_block_from_depth_to_depth():
+    uses = uses_of((ALL + torch.arange(3)) % 4)
+    assert separation(uses) == 1.0
+    # Each block has three labels, one per depth.
+    assert separation_over_depths(uses) == pytest.approx(1 / 3)
 
 
 def test_a_mixed_routing_is_the_mean_over_depths():

@@ -1,4 +1,4 @@
-"""How far the blocks of a path tell what a window is about: separation, purity, concentration, the mode path.
+"""How far the blocks of a path tell what a window is about: separations, purity, concentration, the mode path.
 
 All take the blocks that ran and a label of what each step had to do, for N examples and D depths; L blocks, P labels.
 (Article, "The toy".)
@@ -24,6 +24,14 @@ def separation(uses: Int[Tensor, "D P L"]) -> float:
     1/P where the blocks ignore the label and the labels are equally common, 1 where each block has one label.
     """
     return float((uses.amax(1).sum(-1) / uses.sum((1, 2))).mean())
+
+
+def separation_over_depths(uses: Int[Tensor, "D P L"]) -> float:
+    """Separation with all depths taken together: 1 where each block has one label wherever it runs. (Decided here.)
+
+    `separation` is 1 also where a label changes its block from depth to depth.
+    """
+    return separation(uses.sum(0, keepdim=True))
 
 
 def purity(uses: Int[Tensor, "D P L"]) -> Float[Tensor, "D"]:

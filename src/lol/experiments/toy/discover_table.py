@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 
 from lol.experiments.toy.discover_runs import DISCOVERIES
 from lol.experiments.toy.figures import save_figure
 from lol.experiments.toy.records import Record, mean_of, read_records, split_of
+from lol.paths.agreement import separation_over_depths
 
 _PICTURES = 6
 
@@ -25,11 +27,16 @@ def discovery_section(records: Sequence[Record]) -> str:
         "## Routers that look for the primitives",
         "",
         "| router | split | held out %, mean | every seed | known functions % | new functions % | validation % |"
-        " trained % | separation, every seed |",
-        "|---|---|---|---|---|---|---|---|---|",
+        " trained % | separation, every seed | over all steps |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, split in dict.fromkeys((record["model"], split_of(record)) for record in records):
         lines.append(_row(name, split, [r for r in records if (r["model"], split_of(r)) == (name, split)]))
+    lines += [
+        "",
+        "Separation over all steps is 1 where each block has one primitive at whatever step it runs; separation where it"
+        " has one at each step, be it another at the next.",
+    ]
     lines += ["", f"From `lol toy discover`, one line each: `{records[0]['command']}`.", ""]
     return "\n".join([*lines, *_lengths_section(records)])
 
@@ -111,5 +118,6 @@ def _row(name: str, split: str, records: Sequence[Record]) -> str:
         mean("validation"),
         mean("trained"),
         every("separation", 2),
+        ", ".join(f"{separation_over_depths(torch.tensor(r['trained']['uses'])):.2f}" for r in records),
     ]
     return "| " + " | ".join(cells) + " |"
