@@ -15,6 +15,7 @@ _TIED = replace(_ORD, rule="pc", tied=True, lengths_tested=_OTHER_LENGTHS)
 _FOUR_STEPS = replace(_ORD.toy, steps=4, num_held_out=64)
 _NOISE = replace(_ORD.toy, between="noise")
 _AT_RANDOM = replace(_ORD.toy, between="digits at random")
+_SETTLING = replace(_ORD, toy=_AT_RANDOM, between_from="settling", lengths_tested=_OTHER_LENGTHS)
 _SHARP = replace(_MIX, rule="sum", entropy=0.0, first_spread=1.0, path_balance=0.3)
 _WITH_SAME = replace(_ORD.toy, primitives=(*ARTICLE, "same"), num_blocks=5, num_held_out=32)
 
@@ -48,7 +49,9 @@ BEYOND: dict[str, DiscoverConfig] = {
     "ord-noise": replace(_ORD, toy=_NOISE, lengths_tested=_OTHER_LENGTHS),
     "ord-digits": replace(_ORD, toy=replace(_ORD.toy, between="digits"), lengths_tested=_OTHER_LENGTHS),
     "ord-digits-at-random": replace(_ORD, toy=_AT_RANDOM, lengths_tested=_OTHER_LENGTHS),
-    "ord-digits-settling": replace(_ORD, toy=_AT_RANDOM, between_from="settling", lengths_tested=_OTHER_LENGTHS),
+    "ord-tied": replace(_ORD, tied=True, lengths_tested=_OTHER_LENGTHS),
+    "ord-digits-settling": _SETTLING,
+    "ord-tied-digits-settling": replace(_SETTLING, tied=True),
     "ord-noise-distinct": replace(_ORD, toy=replace(_NOISE, primitives=DISTINCT), lengths_tested=_OTHER_LENGTHS),
     "ord-digits-at-random-distinct": replace(
         _ORD, toy=replace(_AT_RANDOM, primitives=DISTINCT), lengths_tested=_OTHER_LENGTHS
@@ -62,7 +65,7 @@ paths repaired by what fresh libraries make of them.
 More blocks than primitives; programs of four steps (192 of 256 trained, half as many steps again); any reading map,
 on the article's task and with a primitive that does nothing; programs of other lengths than the trained ones; and a
 code of the state that all steps share: by training on other lengths, by noise, or by writing the state as digits, from
-the start or once the router is frozen; on the distinct primitives and under the given table too.
+the start or once the router is frozen, under one table for all places or one each; on the distinct primitives and under the given table too.
 
 Programs of one length S alone leave the code of the state after 1 to S - 1 steps free. Written as digits, it is the
 input's again after S steps: blocks may then work for lengths that S divides, and no others. Two lengths without a

@@ -19,6 +19,7 @@ from lol.experiments.toy.task import ARTICLE, DISTINCT
 
 _ORD = RULES["ord"]
 _SIX = replace(_ORD.toy, primitives=(*ARTICLE, "neg", "swap"), num_blocks=6, num_held_out=144)
+_SIX_AT_RANDOM = replace(_SIX, between="digits at random")
 _ORD_SIX = replace(_ORD, toy=_SIX, explore_steps=2400, settle_steps=2100)
 
 DISCOVERIES: dict[str, DiscoverConfig] = RULES | {
@@ -33,16 +34,17 @@ DISCOVERIES: dict[str, DiscoverConfig] = RULES | {
     "ord-distinct": replace(_ORD, toy=replace(_ORD.toy, primitives=DISTINCT)),
     "mix-distinct": replace(RULES["mix"], toy=replace(_ORD.toy, primitives=DISTINCT)),
     "ord-six": _ORD_SIX,
-    "ord-six-digits-at-random": replace(_ORD_SIX, toy=replace(_SIX, between="digits at random")),
-    "ord-six-digits-settling": replace(
-        _ORD_SIX, toy=replace(_SIX, between="digits at random"), between_from="settling"
-    ),
+    "ord-six-tied": replace(_ORD_SIX, tied=True),
+    "ord-six-digits-at-random": replace(_ORD_SIX, toy=_SIX_AT_RANDOM),
+    "ord-six-digits-settling": replace(_ORD_SIX, toy=_SIX_AT_RANDOM, between_from="settling"),
+    "ord-six-tied-digits-settling": replace(_ORD_SIX, toy=_SIX_AT_RANDOM, between_from="settling", tied=True),
     **TAKEN_AWAY,
     **BEYOND,
 }
 """The rules; blocks that see the program; without annealing; without the bonus on the mean choice; more blocks than
-primitives; six primitives (72 of 216 programs trained, half as many steps again), also with the state written as digits
-between blocks of a random half of the examples, always or once the router is frozen; and those of `beyond.py`."""
+primitives; six primitives (72 of 216 programs trained, half as many steps again), also with one table for all places in
+the program, and with the state written as digits between blocks of a random half of the examples, always or once the
+router is frozen; and those of `beyond.py`."""
 
 
 @dataclass(frozen=True)
