@@ -34,8 +34,8 @@ def discovery_section(records: Sequence[Record]) -> str:
         lines.append(_row(name, split, [r for r in records if (r["model"], split_of(r)) == (name, split)]))
     lines += [
         "",
-        "Separation is 1 where each block has one primitive at a step, be it another at the next; over all steps it is 1"
-        " where a block has one primitive wherever it runs.",
+        "Separation is 1 where each block has one primitive at a step, be it another at the next; over all steps it is"
+        " 1 where a block has one primitive wherever it runs.",
     ]
     lines += ["", f"From `lol toy discover`, one line each: `{records[0]['command']}`.", ""]
     return "\n".join([*lines, *_lengths_section(records)])
