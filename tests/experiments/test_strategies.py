@@ -14,6 +14,7 @@ from lol.data.tokenizer import load_tokenizer
 from lol.errors import UserError
 from lol.experiments.harness import Options, run_experiment
 from lol.experiments.maze.puzzle import MazePuzzle
+from lol.experiments.strategies import corpus
 from lol.experiments.strategies.corpus import (
     MANIFEST,
     STRATEGY_COLUMN,
@@ -68,6 +69,23 @@ def test_a_corpus_is_a_function_of_its_settings_and_keeps_held_out_puzzles_out(t
     expected = [" ".join(puzzle.prompt(maze)) in {prompt_of(row["text"]) for row in rows} for maze in mazes]
     assert trained_on(folder, puzzle, mazes) == expected
     assert len(set(expected)) == 2
+
+
+def test_a_corpus_may_be_written_twice_at_once(tmp_path, monkeypatch):
+    """Whoever comes second finds what the first has made, and leaves it alone."""
+    puzzle, folder = MazePuzzle(5), tmp_path / "corpus"
+    write, made = corpus._write, []
+
+    def overtaken(path, rows):
+        if not made:
+            made.append(None)
+            made[0] = (write_corpus(puzzle, SMALL, folder) / TRAIN).stat().st_ino
+        return write(path, rows)
+
+    monkeypatch.setattr(corpus, "_write", overtaken)
+    assert write_corpus(puzzle, SMALL, folder) == folder
+    assert (folder / TRAIN).stat().st_ino == made[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
 def test_prompts_and_documents_are_laid_out_as_in_training(tmp_path):

@@ -9,6 +9,7 @@ a file which of some were.
 import hashlib
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,24 +56,36 @@ def write_corpus(puzzle: Puzzle, config: CorpusConfig, folder: Path) -> Path:
         UserError: the folder holds another one, on which runs beside it may have been trained.
     """
     made_with = {"puzzle": repr(puzzle), **asdict(config)}
-    manifest = folder / MANIFEST
-    if manifest.exists():
-        if json.loads(manifest.read_text(encoding="utf-8"))["made_with"] != made_with:
-            raise UserError(f"{folder} holds a corpus of other settings: choose another folder for the runs")
+    if _holds(folder, made_with):
         return folder
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    word_tokenizer([*puzzle.strategies, *puzzle.vocabulary]).save_pretrained(partial / TOKENIZER)
-    validation = puzzles_of(puzzle, config, "validation")
-    held_out = {tuple(puzzle.prompt(instance)) for instance in [*validation, *puzzles_of(puzzle, config, "test")]}
-    digests = {
-        TRAIN: _write(partial / TRAIN, _train_rows(puzzle, config, held_out)),
-        VALIDATION: _write(partial / VALIDATION, _all_strategies(puzzle, validation)),
-    }
-    (partial / MANIFEST).write_text(json.dumps({"made_with": made_with, "sha256": digests}, indent=2) + "\n")
-    partial.rename(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # A folder of its own, for the runs of an experiment may be begun side by side.
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+    try:
+        partial.chmod(0o755)
+        word_tokenizer([*puzzle.strategies, *puzzle.vocabulary]).save_pretrained(partial / TOKENIZER)
+        validation = puzzles_of(puzzle, config, "validation")
+        held_out = {tuple(puzzle.prompt(instance)) for instance in [*validation, *puzzles_of(puzzle, config, "test")]}
+        digests = {
+            TRAIN: _write(partial / TRAIN, _train_rows(puzzle, config, held_out)),
+            VALIDATION: _write(partial / VALIDATION, _all_strategies(puzzle, validation)),
+        }
+        (partial / MANIFEST).write_text(json.dumps({"made_with": made_with, "sha256": digests}, indent=2) + "\n")
+        if not _holds(folder, made_with):
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _holds(folder: Path, made_with: dict[str, Any]) -> bool:
+    """Whether the folder holds this corpus. Raises UserError where it holds another."""
+    manifest = folder / MANIFEST
+    if not manifest.exists():
+        return False
+    if json.loads(manifest.read_text(encoding="utf-8"))["made_with"] != made_with:
+        raise UserError(f"{folder} holds a corpus of other settings: choose another folder for the runs")
+    return True
 
 
 def trained_on(folder: Path, puzzle: Puzzle, instances: Iterable[Any]) -> list[bool]:
