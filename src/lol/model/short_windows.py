@@ -80,6 +80,10 @@ class Repeated(NamedTuple):
     which: Int[Tensor, "K n"]
     """Which of them stands at each place of each window."""
 
+    def spread(self) -> Float[Tensor, "K n d"]:
+        """The stream, every token in its place."""
+        return F.embedding(self.which, self.distinct)
+
 
 def run_short_windows(
     state: Float[Tensor, "T d"] | Repeated,
@@ -97,10 +101,10 @@ def run_short_windows(
         expert: The block of each window.
         shape: What the windows and their attention are like.
     """
-    tokens, which = state if isinstance(state, Repeated) else (state, None)
-    if which is not None and len(tokens) * len(packed.qkv) > which.numel():
+    if isinstance(state, Repeated) and len(state.distinct) * len(packed.qkv) > state.which.numel():
         # To project each for every block would be more work, not less.
-        tokens, which = F.embedding(which, tokens).flatten(0, 1), None
+        state = state.spread().flatten(0, 1)
+    tokens, which = state if isinstance(state, Repeated) else (state, None)
     return _ShortWindows.apply(tokens, which, weight, *packed, expert, shape)  # pyright: ignore[reportReturnType]
 
 

@@ -36,8 +36,10 @@ def discovery_section(records: Sequence[Record]) -> str:
         "",
         "Separation is 1 where each block has one primitive at a step, be it another at the next; over all steps it is"
         " 1 where a block has one primitive wherever it runs.",
+        "",
+        f"From `lol toy discover`, one line each: `{records[0]['command']}`.",
+        "",
     ]
-    lines += ["", f"From `lol toy discover`, one line each: `{records[0]['command']}`.", ""]
     return "\n".join([*lines, *_lengths_section(records)])
 
 

@@ -8,7 +8,6 @@ from functools import cache
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -118,7 +117,7 @@ class ToyModel(LoLPreTrainedModel):
         steps = program.shape[1]
         between = between or self.toy.between
         tokens = self._embed(digits, program)
-        x = F.embedding(tokens.which, tokens.distinct)
+        x = tokens.spread()
         instruction = None if self.router is None else self.program_embedding(self._place_primitives(program))
         shelf, length = self._take_shelf(), x.shape[1]
         state, states = x, [x]
@@ -160,21 +159,19 @@ class ToyModel(LoLPreTrainedModel):
         """
         batch, tries, steps = paths.shape
         tokens, shelf = self._embed(digits, program), self._take_shelf()
-        states = F.embedding(tokens.which, tokens.distinct)
-        length = states.shape[1]
-        # The row of `states` that each path has come to.
+        length, state = tokens.which.shape[1], tokens
+        # The row of `state` that each path has come to.
         row = torch.arange(batch).repeat_interleave(tries)
         for step in range(steps):
             named, row = (row * self.toy.num_blocks + paths[..., step].flatten()).unique(return_inverse=True)
             before, expert = named // self.toy.num_blocks, named % self.toy.num_blocks
-            if step:
-                states = self._between(states, between, None)
-                stream = states.index_select(0, before).flatten(0, 1)
+            if isinstance(state, Repeated):
+                stream = Repeated(state.distinct, state.which.index_select(0, before))
             else:
-                stream = Repeated(tokens.distinct, tokens.which.index_select(0, before))
+                stream = self._between(state, between, None).index_select(0, before).flatten(0, 1)
             wanted = NUM_DIGITS if step == steps - 1 else length
-            states = self._run(stream, shelf, expert, states.new_ones(len(expert)), wanted)
-        return self.head(self.norm(states))[row].unflatten(0, (batch, tries))
+            state = self._run(stream, shelf, expert, tokens.distinct.new_ones(len(expert)), wanted)
+        return self.head(self.norm(state))[row].unflatten(0, (batch, tries))
 
     def _embed(self, digits: Int[Tensor, "B N"], program: Int[Tensor, "B S"]) -> Repeated:
         """The tokens of an example: a digit at each of N places, and unless blind, a primitive at each of S more."""
@@ -226,7 +223,7 @@ class ToyModel(LoLPreTrainedModel):
         """One step of every example, of which the first `wanted` tokens are returned."""
         examples = expert.shape[0]
         if not isinstance(shelf, Packed) and isinstance(stream, Repeated):
-            stream = F.embedding(stream.which, stream.distinct).flatten(0, 1)
+            stream = stream.spread().flatten(0, 1)
         if isinstance(shelf, TorchBlocks):
             return shelf(cast(Tensor, stream).unflatten(0, (examples, -1)), expert, weight)[:, :wanted]
         layout = _one_window_each(examples, _length(stream, examples))
