@@ -398,6 +398,7 @@ def _attend_back(grad_joined: Tensor, turned: Tensor, probability: Tensor, shape
     grad_scores = torch.bmm(grad, value.transpose(1, 2)).mul_(probability)
     grad_scores.addcmul_(probability, grad_scores.sum(-1, keepdim=True), value=-1)
     torch.bmm(grad_scores.transpose(1, 2), query[:, : shape.wanted], out=grad_key)
-    torch.bmm(grad_scores, key, out=grad_query[:, : shape.wanted])
+    # Written into a part of `grad_query`, it would be a loop over the windows.
+    grad_query[:, : shape.wanted] = torch.bmm(grad_scores, key)
     grad_query[:, shape.wanted :].zero_()
     return _split_heads_back(grad_turned, shape)
