@@ -12,7 +12,7 @@ from lol.experiments.toy.task import ARTICLE, DISTINCT
 _ORD, _MIX = RULES["ord"], RULES["mix"]
 _OTHER_LENGTHS = (1, 2, 4, 5, 6, 8, 9, 16)
 _TIED = replace(_ORD, rule="pc", tied=True, lengths_tested=_OTHER_LENGTHS)
-_FOUR_STEPS = replace(_ORD.toy, steps=4, num_held_out=64)
+_FOUR_STEPS = replace(_ORD, toy=replace(_ORD.toy, steps=4, num_held_out=64), explore_steps=2400, settle_steps=2100)
 _NOISE = replace(_ORD.toy, between="noise")
 _AT_RANDOM = replace(_ORD.toy, between="digits at random")
 _SETTLING = replace(_ORD, toy=_AT_RANDOM, between_from="settling", lengths_tested=_OTHER_LENGTHS)
@@ -37,7 +37,11 @@ BEYOND: dict[str, DiscoverConfig] = {
     "sum-sharp": _SHARP,
     "sum-repaired": replace(_SHARP, repair=RepairConfig()),
     "mix-8": replace(_MIX, toy=replace(_MIX.toy, num_blocks=8)),
-    "ord-four-steps": replace(_ORD, toy=_FOUR_STEPS, explore_steps=2400, settle_steps=2100),
+    "ord-four-steps": _FOUR_STEPS,
+    "ord-four-steps-tied": replace(_FOUR_STEPS, tied=True),
+    "ord-four-steps-tied-digits-settling": replace(
+        _FOUR_STEPS, toy=replace(_FOUR_STEPS.toy, between="digits at random"), between_from="settling", tied=True
+    ),
     "ord-maps": replace(_ORD, readings="maps"),
     "ord-maps-same": replace(_ORD, readings="maps", toy=_WITH_SAME),
     "ord-lengths-tested": replace(_ORD, lengths_tested=_OTHER_LENGTHS),
@@ -62,7 +66,8 @@ BEYOND: dict[str, DiscoverConfig] = {
 """A router that adds up all instructions, sharp from the start and rewarded for using all paths, and the same with its
 paths repaired by what fresh libraries make of them.
 
-More blocks than primitives; programs of four steps (192 of 256 trained, half as many steps again); any reading map,
+More blocks than primitives; programs of four steps (192 of 256 trained, half as many steps again), also with one table
+for all places, and with the state written as digits once the router is frozen; any reading map,
 on the article's task and with a primitive that does nothing; programs of other lengths than the trained ones; and a
 code of the state that all steps share: by training on other lengths, by noise, or by writing the state as digits, from
 the start or once the router is frozen, under one table for all places or one each; on the distinct primitives and under
