@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lol.errors import UserError
-from lol.experiments.run_report import report_run
 from lol.paths.record import record_paths
+from lol.reports.run import report_run
 from lol.train.config import TrainConfig
 from lol.train.corpus import open_held_out
 from lol.train.loading import load_model

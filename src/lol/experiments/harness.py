@@ -25,11 +25,12 @@ from lol.model.config import LoLConfig
 from lol.model.cost import count_parameters
 from lol.paths.statistics import draw_utilisation
 from lol.train.config import MODEL_FIELDS, BudgetConfig, TrainConfig, as_json
+from lol.train.loading import load_config
 from lol.train.metrics import FILE as METRICS
 from lol.train.metrics import json_safe, read_metrics
 from lol.train.progress import duration
 from lol.train.recipes import recipe
-from lol.train.run_folder import CONFIG
+from lol.train.run_folder import CONFIG, read_config
 from lol.train.trainer import train
 
 Scale = Literal["tiny", "paper"]
@@ -207,9 +208,6 @@ def is_done(run: Path) -> bool:
 def run_facts(run: Path) -> Numbers:
     """What a run came to, and what its model has: parameters stored and active as the article counts them (matrices of
     the layers, without embedding and head), tokens and FLOPs of training, held-out loss in nats per token."""
-    from lol.experiments.run_report import read_config
-    from lol.train.loading import load_config
-
     config, summary = read_config(run), read_metrics(run)[-1]
     body = count_parameters(load_config(run)).body
     return {

@@ -19,7 +19,6 @@ from lol.errors import UserError
 from lol.experiments.figures import clean_axes, save_figure
 from lol.experiments.harness import Experiment, Numbers, Setting, markdown_table, with_model
 from lol.experiments.reading import Reading, checkpoints, probe_paths, probe_tokens, read, rows, score_cell, step_of
-from lol.experiments.run_report import read_config
 from lol.paths.colors import block_colors
 from lol.paths.figure import draw_matrix
 from lol.paths.project import principal_components
@@ -27,6 +26,7 @@ from lol.paths.statistics import label_distances
 from lol.train.config import DataConfig, EvalConfig, TrainConfig
 from lol.train.corpus import open_sides
 from lol.train.recipes import recipe
+from lol.train.run_folder import read_config
 
 _LATIN = ("de", "es", "fr", "tr")
 """File names of the languages in Latin script; data sets of the Hub say it behind the language, as in deu_Latn."""

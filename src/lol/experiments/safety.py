@@ -20,11 +20,11 @@ from lol.errors import UserError
 from lol.experiments.figures import clean_axes, save_figure
 from lol.experiments.harness import Experiment, Numbers, Setting, markdown_table, with_model
 from lol.experiments.reading import Reading, checkpoints, probe_paths, probe_tokens, read, score_cell
-from lol.experiments.run_report import read_config
 from lol.paths.extra import need
 from lol.train.config import DataConfig, EvalConfig, TrainConfig
 from lol.train.corpus import open_sides
 from lol.train.recipes import recipe
+from lol.train.run_folder import read_config
 
 SAFE, UNSAFE = "safe", "unsafe"
 _SAFE_LABELS = ("neither", SAFE)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from lol.errors import UserError
-from lol.experiments.watch_state import Follower, RunState
 from lol.model.cost import count_parameters
 from lol.paths.colors import block_colors
 from lol.paths.curves import Points
+from lol.reports.watch_state import Follower, RunState
 from lol.serve.errors import NotFound
 from lol.studio.folders import checkpoints_of, run_folders
 from lol.train.config import TrainConfig

@@ -16,6 +16,7 @@ from typing import Any
 
 from lol.errors import UserError
 from lol.train import metrics
+from lol.train.config import TrainConfig, from_json
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -102,6 +103,20 @@ def is_trained_in(run: Path) -> bool | None:
     except PermissionError:
         return True
     return True
+
+
+def read_config(run: Path) -> TrainConfig:
+    """The configuration that a run folder was made with.
+
+    Raises:
+        UserError: the folder holds no run, or its config.json is damaged or of another version.
+    """
+    try:
+        return from_json(json.loads((run / CONFIG).read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{run} holds no run: give the folder that lol train wrote") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{run / CONFIG} is not JSON ({error}); restore it") from error
 
 
 def _check_contents(run: Path, resume: bool) -> None:

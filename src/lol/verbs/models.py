@@ -27,9 +27,8 @@ class Train:
 
 
 def train(args: list[str]) -> int:
-    from lol.experiments.run_report import read_config
     from lol.train.recipes import recipe
-    from lol.train.run_folder import CONFIG
+    from lol.train.run_folder import CONFIG, read_config
     from lol.train.trainer import train as run_training
 
     # Without its __init__: tyro's mark for what the flags must give is no Path.
@@ -64,8 +63,8 @@ def _summary_lines(summary: dict[str, Any]) -> str:
 
 
 def watch(args: list[str]) -> int:
-    from lol.experiments.watch import Watch
-    from lol.experiments.watch import watch as run_watch
+    from lol.reports.watch import Watch
+    from lol.reports.watch import watch as run_watch
 
     return run_watch(flags.parse(Watch, "watch", args))
 
@@ -76,7 +75,7 @@ class RecipeList:
 
 
 def recipe_list(args: list[str]) -> int:
-    from lol.experiments.recipe_table import list_recipes
+    from lol.reports.recipes import list_recipes
 
     flags.parse(RecipeList, "recipe list", args)
     list_recipes()
@@ -84,14 +83,14 @@ def recipe_list(args: list[str]) -> int:
 
 
 def recipe_show(args: list[str]) -> int:
-    from lol.experiments.recipe_table import RecipeShow, show_recipe
+    from lol.reports.recipes import RecipeShow, show_recipe
 
     return write_numbers(flags.parse(RecipeShow, "recipe show", args), show_recipe)
 
 
 def cost(args: list[str]) -> int:
-    from lol.experiments.cost_table import Cost, config_of
-    from lol.experiments.cost_table import cost as print_cost
+    from lol.reports.cost import Cost, config_of
+    from lol.reports.cost import cost as print_cost
     from lol.train.recipes import recipe
 
     if args and not args[0].startswith("-"):

@@ -109,7 +109,7 @@ class PathsShow:
 
 
 def paths_show(args: list[str]) -> int:
-    from lol.experiments.run_report import show_paths
+    from lol.reports.run import show_paths
     from lol.train.loading import load_model
 
     command = flags.parse(PathsShow, "paths show", args)
@@ -133,7 +133,7 @@ class PathsReport:
 
 
 def paths_report(args: list[str]) -> int:
-    from lol.experiments.run_report import report_run
+    from lol.reports.run import report_run
 
     command = flags.parse(PathsReport, "paths report", args)
     print(f"written: {report_run(command.run, out=command.out, num_rows=command.documents)}")
@@ -141,7 +141,7 @@ def paths_report(args: list[str]) -> int:
 
 
 def paths_tool(name: str, args: list[str]) -> int:
-    from lol.experiments.path_tools import TOOLS
+    from lol.paths.tools.read import TOOLS
 
     command, run = TOOLS[name]
     run(flags.parse(command, f"paths {name}", args))

@@ -67,11 +67,10 @@ BEYOND: dict[str, DiscoverConfig] = {
 paths repaired by what fresh libraries make of them.
 
 More blocks than primitives; programs of four steps (192 of 256 trained, half as many steps again), also with one table
-for all places, and with the state written as digits once the router is frozen; any reading map,
-on the article's task and with a primitive that does nothing; programs of other lengths than the trained ones; and a
-code of the state that all steps share: by training on other lengths, by noise, or by writing the state as digits, from
-the start or once the router is frozen, under one table for all places or one each; on the distinct primitives and under
-the given table too.
+for all places, and with the state written as digits once the router is frozen; any reading map, on the article's task
+and with a primitive that does nothing; programs of other lengths than the trained ones; and a code of the state that
+all steps share: by training on other lengths, by noise, or by writing the state as digits, from the start or once the
+router is frozen, under one table for all places or one each; on the distinct primitives and under the given table too.
 
 Programs of one length S alone leave the code of the state after 1 to S - 1 steps free. Written as digits, it is the
 input's again after S steps: blocks may then work for lengths that S divides, and no others. Two lengths without a

@@ -10,9 +10,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from lol.experiments.watch_state import RunState
 from lol.paths.colors import block_colors
 from lol.paths.curves import Points, thin
+from lol.reports.watch_state import RunState
 from lol.train.progress import duration, shorten
 
 _FACTS = 31

@@ -9,8 +9,8 @@ import tyro
 from rich.console import Console
 from rich.live import Live
 
-from lol.experiments.watch_screen import lines, screen
-from lol.experiments.watch_state import Follower, check_run
+from lol.reports.watch_screen import lines, screen
+from lol.reports.watch_state import Follower, check_run
 from lol.train.interrupt import Interrupt
 
 _SECONDS = 0.5

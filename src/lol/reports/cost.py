@@ -10,14 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lol.errors import UserError
-from lol.experiments.memory_table import memory_note, memory_numbers, memory_table
-from lol.experiments.run_report import read_config
 from lol.model.cost import Flops, ModelFlops, cache_bytes, count_flops, count_parameters
+from lol.reports.memory import memory_note, memory_numbers, memory_table
 from lol.train.budget import Plan, checkpoint_bytes, plan_run
 from lol.train.config import DataConfig, TrainConfig
 from lol.train.loading import load_config
 from lol.train.progress import shorten
-from lol.train.run_folder import CHECKPOINTS, CONFIG
+from lol.train.run_folder import CHECKPOINTS, CONFIG, read_config
 
 
 @dataclass(frozen=True)

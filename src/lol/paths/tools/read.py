@@ -8,8 +8,6 @@ from typing import Any, Literal
 import numpy as np
 
 from lol.errors import UserError
-from lol.experiments.path_data import PathFlags, Recorded, Results, open_data, print_table, record_documents
-from lol.experiments.path_forcing import PathsForce, paths_force
 from lol.model.lm import LoLForCausalLM
 from lol.paths.features import bag_of_tokens, path_features
 from lol.paths.figure import draw_blocks, draw_matrix
@@ -25,6 +23,8 @@ from lol.paths.statistics import (
     reused_share,
     utilisation,
 )
+from lol.paths.tools.data import PathFlags, Recorded, Results, open_data, print_table, record_documents
+from lol.paths.tools.force import PathsForce, paths_force
 from lol.train.loading import load_model
 
 UNITS: tuple[Literal["window", "sequence"], ...] = ("window", "sequence")

@@ -10,12 +10,11 @@ import numpy as np
 from jaxtyping import Float
 
 from lol.errors import UserError
-from lol.experiments.run_report import read_config
 from lol.paths.curves import Points
 from lol.train.budget import Plan, plan_run
 from lol.train.config import TrainConfig
 from lol.train.metrics import FILE, MetricsTail
-from lol.train.run_folder import CONFIG, is_trained_in
+from lol.train.run_folder import CONFIG, is_trained_in, read_config
 
 _RECENT = 20
 """Steps whose loads are added, and whose speed is taken: one step's are few windows."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lol import LoLForCausalLM
-from lol.experiments.cost_table import Cost, config_of
 from lol.model.cost import cache_bytes, count_flops, count_parameters
+from lol.reports.cost import Cost, config_of
 from lol.train.budget import plan_run
 from lol.train.loading import load_model
 from lol.train.progress import shorten

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lol.experiments.memory_table import memory_note
-from lol.experiments.recipe_table import RecipeShow
 from lol.model.cost import count_parameters
+from lol.reports.memory import memory_note
+from lol.reports.recipes import RecipeShow
 from lol.train.config import as_json, from_json
 from lol.train.memory import training_memory
 from lol.train.progress import shorten

@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerFast
 from lol.data.labelled import LabelledText, encode_row
 from lol.data.tokenizer import encode_texts
 from lol.errors import UserError
-from lol.experiments.path_data import PathFlags, Results, open_data, print_table, record_documents
 from lol.model.lm import LoLForCausalLM
 from lol.paths.figure import draw_matrix
 from lol.paths.force import TIED, Attribution, attribute, confusion, force_mode, generate_rows
 from lol.paths.mode import ModePath, mode_paths_of
+from lol.paths.tools.data import PathFlags, Results, open_data, print_table, record_documents
 from lol.train.loading import load_model
 
 # Tokens that a text may be longer than the longest right one before it is cut.

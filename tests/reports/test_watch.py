@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lol.experiments.watch_screen import draw_chart, load_map, sparkline
-from lol.experiments.watch_state import Follower
+from lol.reports.watch_screen import draw_chart, load_map, sparkline
+from lol.reports.watch_state import Follower
 from lol.train.metrics import read_metrics
 from lol.train.progress import duration, shorten
 from lol.train.run_folder import is_trained_in

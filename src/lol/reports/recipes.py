@@ -12,8 +12,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from lol.experiments.memory_table import memory_note, memory_numbers, memory_table
 from lol.model.cost import count_parameters
+from lol.reports.memory import memory_note, memory_numbers, memory_table
 from lol.train.config import TrainConfig, as_json
 from lol.train.progress import shorten
 from lol.train.recipes import RECIPES, recipe

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lol.data.tokenizer import train_tokenizer
-from lol.experiments.path_tools import TOOLS
 from lol.model.config import LoLConfig
 from lol.model.lm import LoLForCausalLM
 from lol.paths.force import TIED
+from lol.paths.tools.read import TOOLS
 from pages import blocks_of
 from small_run import Lol
 

@@ -1,6 +1,5 @@
 """What a run came to, for reading: the report of a run folder, and the paths of a text on the terminal."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from lol.model.lm import LoLForCausalLM
 from lol.paths.colors import block_colors
 from lol.paths.record import record_paths, token_texts
 from lol.paths.report import write_report
-from lol.train.config import TrainConfig, from_json
+from lol.train.config import TrainConfig
 from lol.train.corpus import open_held_out
 from lol.train.loading import load_model
 from lol.train.metrics import read_metrics
-from lol.train.run_folder import CONFIG
+from lol.train.run_folder import read_config
 
 SAMPLE_PROMPT = "def read(self, size=-1):"
 
@@ -59,20 +58,6 @@ def report_run(run: Path, *, out: Path | None = None, num_rows: int = 6) -> Path
         prompt=SAMPLE_PROMPT,
     )
     return path
-
-
-def read_config(run: Path) -> TrainConfig:
-    """The configuration that a run folder was made with.
-
-    Raises:
-        UserError: the folder holds no run, or its config.json is damaged or of another version.
-    """
-    try:
-        return from_json(json.loads((run / CONFIG).read_text(encoding="utf-8")))
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{run} holds no run: give the folder that lol train wrote") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{run / CONFIG} is not JSON ({error}); restore it") from error
 
 
 def show_paths(model: LoLForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
