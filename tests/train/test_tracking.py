@@ -21,7 +21,8 @@ from lol.train import trainer
 from lol.train.config import TrainConfig
 from lol.train.metrics import MetricsLog, read_metrics, trim_metrics
 from lol.train.peak_memory import peak_memory
-from lol.train.tracking import draw_load, open_tracking, scalars
+from lol.train.tracking import open_tracking
+from lol.train.tracking_values import draw_load, scalars
 from lol.train.tracking_wandb import last_step
 from small_run import Lol, environment, small_config, train_elsewhere
 

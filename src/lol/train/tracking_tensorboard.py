@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import UInt8
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from lol.train.tracking import scalars
+from lol.train.tracking_values import scalars
 
 _FLUSH_SECONDS = 10
 

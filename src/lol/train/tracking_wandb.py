@@ -16,7 +16,7 @@ from jaxtyping import UInt8
 from wandb.proto import wandb_internal_pb2 as protocol
 
 from lol.errors import UserError
-from lol.train.tracking import scalars
+from lol.train.tracking_values import scalars
 
 PROJECT = "library-of-layers"
 """The project of runs where WANDB_PROJECT names no other."""
