@@ -13,23 +13,18 @@ MLP, H heads, h head size, L blocks, c parts (queries, keys, values).
 """
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Complex, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from lol.model.layers import rotary_angles
+from lol.model.short_attention import Shape, attend, attend_back, join_heads, split_heads
 
 _WINDOWS_AT_ONCE = 256
 """Fewer would stay in a core's cache, and their calls would take longer than that saves."""
-_MULTIPLE = 4
-"""Scores of twelve keys take half of the time that those of eleven take. (Measured on Zen 4 with torch 2.13.)"""
-_LARGEST = 80.0
-"""Up to here the exponential function is a normal number of float32, and so is the sum of a thousand."""
 
 
 class Packed(NamedTuple):
@@ -39,19 +34,6 @@ class Packed(NamedTuple):
     out: Float[Tensor, "L d d"]
     gate_up: Float[Tensor, "L two_f d"]
     down: Float[Tensor, "L d f"]
-
-
-class Shape(NamedTuple):
-    """What the windows and their attention are like."""
-
-    length: int
-    wanted: int
-    """How many first tokens of each window are returned; the others are read as keys and values alone."""
-    width: int
-    heads: int
-    rope_theta: float
-    is_causal: bool
-    eps: float
 
 
 def pack(stacks: dict[str, Tensor], heads: int) -> Packed:
@@ -270,10 +252,10 @@ def _project_back(
 def _run_blocks(x: Tensor, parts: Tensor, blocks: _Blocks, run: _Run, shape: Shape) -> _Kept:
     """E(x) - x from x and its projections, and what the backward pass needs."""
     rows = run.rows(shape.wanted)
-    turned = _split_heads(parts, shape)
+    turned = split_heads(parts, shape)
     query, key, value = turned
-    probability = _attend(query[:, : shape.wanted], key, shape)
-    joined = _join_heads(torch.bmm(probability, value), shape.heads)
+    probability = attend(query[:, : shape.wanted], key, shape)
+    joined = join_heads(torch.bmm(probability, value), shape.heads)
     update = torch.empty_like(joined)
     _project(run.of(blocks.out), joined, update, rows)
     first = x.view(-1, shape.length, shape.width)[:, : shape.wanted]
@@ -308,7 +290,7 @@ def _run_back(
     grad_hidden = _normalize_back(grad_hidden, kept.hidden_normed, kept.hidden_scale)
     grad_joined = torch.empty_like(kept.joined)
     _project_back(run.of(blocks.out), run.of(grads.out), grad + grad_hidden, kept.joined, grad_joined, rows)
-    return _attend_back(grad_joined, kept.turned, kept.probability, shape), grad_hidden
+    return attend_back(grad_joined, kept.turned, kept.probability, shape), grad_hidden
 
 
 def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -321,84 +303,3 @@ def _normalize_back(grad: Tensor, normed: Tensor, scale: Tensor, out: Tensor | N
     """The gradient of x; takes `grad` over."""
     along = (grad * normed).sum(-1, keepdim=True)
     return torch.mul(grad.addcmul_(normed, along, value=-1 / grad.shape[-1]), scale, out=out)
-
-
-@cache
-def _turns(length: int, head: int, theta: float, dtype: torch.dtype) -> Complex[Tensor, "n half_h"]:
-    """What queries and keys are multiplied with to be turned."""
-    angles = rotary_angles(torch.arange(length), head, theta, dtype)
-    return torch.complex(angles.cos[:, : head // 2], angles.sin[:, head // 2 :])
-
-
-def _heads(parts: Tensor, shape: Shape) -> Tensor:
-    """(T, c·d), seen as (c, K, H, n, h)."""
-    return parts.view(-1, shape.length, 3, shape.heads, shape.width // shape.heads).permute(2, 0, 3, 1, 4)
-
-
-def _split_heads(parts: Tensor, shape: Shape) -> Tensor:
-    """(T, c·d) → (c, K·H, m, h), queries and keys turned, tokens filled up with zeros."""
-    apart = _heads(parts, shape)
-    filled = -(-shape.length // _MULTIPLE) * _MULTIPLE
-    turned = parts.new_empty(*apart.shape[:3], filled, apart.shape[-1])
-    turned[..., : shape.length, :].copy_(apart)
-    turned[..., shape.length :, :].zero_()
-    _complex(turned[:2]).mul_(_turns(filled, apart.shape[-1], shape.rope_theta, parts.dtype))
-    return turned.flatten(1, 2)
-
-
-def _split_heads_back(grad: Tensor, shape: Shape) -> Tensor:
-    """(c, K·H, m, h) → (T, c·d), queries and keys turned back; takes `grad` over."""
-    grad = grad.unflatten(1, (-1, shape.heads))
-    _complex(grad[:2]).mul_(_turns(*grad.shape[-2:], shape.rope_theta, grad.dtype).conj())
-    parts = grad.new_empty(grad.shape[1] * shape.length, 3 * shape.width)
-    _heads(parts, shape).copy_(grad[..., : shape.length, :])
-    return parts
-
-
-def _complex(heads: Tensor) -> Tensor:
-    """Pairs of channels, seen as complex numbers."""
-    return torch.view_as_complex(heads.unflatten(-1, (-1, 2)))
-
-
-def _join_heads(x: Tensor, heads: int) -> Tensor:
-    """(K·H, w, h) → (K·w, d)."""
-    return x.unflatten(0, (-1, heads)).transpose(1, 2).reshape(-1, heads * x.shape[-1])
-
-
-def _attend(query: Tensor, key: Tensor, shape: Shape) -> Tensor:
-    """(K·H, w, h), (K·H, m, h) → (K·H, w, m): what each query takes of each key, nothing of those that fill up.
-
-    The softmax is written out: torch's own takes ten times as long on rows this short. (Measured on Sapphire Rapids
-    with torch 2.13.)
-    """
-    scores = torch.bmm(query, key.transpose(1, 2))
-    # The maximum of each row takes longer than anything else here, and hardly ever matters.
-    lowest, highest = scores.aminmax()
-    if max(-lowest, highest) > _LARGEST:
-        hidden = torch.zeros(scores.shape[1:], dtype=torch.bool)
-        hidden[:, shape.length :] = True
-        if shape.is_causal:
-            hidden |= torch.ones_like(hidden).triu(1)
-        scores.masked_fill_(hidden, -torch.inf)
-        scores.sub_(scores.amax(-1, keepdim=True))
-    scores.exp_()
-    scores[:, :, shape.length :].zero_()
-    if shape.is_causal:
-        scores.tril_()
-    return scores.div_(scores.sum(-1, keepdim=True))
-
-
-def _attend_back(grad_joined: Tensor, turned: Tensor, probability: Tensor, shape: Shape) -> Tensor:
-    """(T, c·d): the gradient of queries, keys and values before the heads are split."""
-    grad = grad_joined.view(-1, shape.wanted, shape.heads, turned.shape[-1]).transpose(1, 2).flatten(0, 1)
-    query, key, value = turned
-    grad_turned = torch.empty_like(turned)
-    grad_query, grad_key, grad_value = grad_turned
-    torch.bmm(probability.transpose(1, 2), grad, out=grad_value)
-    grad_scores = torch.bmm(grad, value.transpose(1, 2)).mul_(probability)
-    grad_scores.addcmul_(probability, grad_scores.sum(-1, keepdim=True), value=-1)
-    torch.bmm(grad_scores.transpose(1, 2), query[:, : shape.wanted], out=grad_key)
-    # Written into a part of `grad_query`, it would be a loop over the windows.
-    grad_query[:, : shape.wanted] = torch.bmm(grad_scores, key)
-    grad_query[:, shape.wanted :].zero_()
-    return _split_heads_back(grad_turned, shape)
