@@ -12,10 +12,17 @@ from transformers import DynamicCache
 
 from lol import LoLForCausalLM
 from lol.model.cache import RoutedLayer, RowState
-from model_cases import VOCABULARY
+from model_cases import VOCABULARY, Spec, make_model
 
 EQUAL = {"atol": 1e-5, "rtol": 1e-5}
 NEAR_TIE = 1e-4
+W = 8
+SPEC = Spec(8, 2, 1, 1, 3, 3, W, W // 2)
+
+
+def small(seed: int = 0, router_only_tokens: bool = False, **changes) -> LoLForCausalLM:
+    """A float32 model without parameters that are the same at start."""
+    return make_model(Spec(**(vars(SPEC) | changes)), seed, router_only_tokens).float()
 
 
 def ids_of(*shape: int, seed: int = 0) -> Tensor:
@@ -28,8 +35,17 @@ def left_padded(lengths: list[int]) -> Tensor:
     return torch.stack([torch.arange(columns) >= columns - length for length in lengths]).long()
 
 
+def padded(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    mask = left_padded(lengths)
+    return ids_of(*mask.shape, seed=seed), mask
+
+
 def routed_layers(cache: DynamicCache) -> list[RoutedLayer]:
     return [layer for layer in cache.layers if isinstance(layer, RoutedLayer)]
+
+
+def core_bytes(cache: DynamicCache) -> int:
+    return sum(layer.num_bytes for layer in routed_layers(cache))
 
 
 def states(cache: DynamicCache) -> list[RowState]:

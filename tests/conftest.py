@@ -1,6 +1,7 @@
 """What all tests share: a small corpus, a run trained on it by the command line, a model whose windows take different
 blocks, and commands run in this process."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,12 @@ def served_folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture
