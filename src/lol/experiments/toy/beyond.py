@@ -6,7 +6,7 @@ Each is `ord` (or `mix`) but for what its line says, so that its row stands besi
 from dataclasses import replace
 
 from lol.experiments.toy.crossfit import RepairConfig
-from lol.experiments.toy.discover_config import RULES, DiscoverConfig
+from lol.experiments.toy.discover_config import RULES, DiscoverConfig, digits_settling
 from lol.experiments.toy.task import ARTICLE, DISTINCT
 
 _ORD, _MIX = RULES["ord"], RULES["mix"]
@@ -15,7 +15,7 @@ _TIED = replace(_ORD, rule="pc", tied=True, lengths_tested=_OTHER_LENGTHS)
 _FOUR_STEPS = replace(_ORD, toy=replace(_ORD.toy, steps=4, num_held_out=64), explore_steps=2400, settle_steps=2100)
 _NOISE = replace(_ORD.toy, between="noise")
 _AT_RANDOM = replace(_ORD.toy, between="digits at random")
-_SETTLING = replace(_ORD, toy=_AT_RANDOM, between_from="settling", lengths_tested=_OTHER_LENGTHS)
+_SETTLING = replace(digits_settling(_ORD), lengths_tested=_OTHER_LENGTHS)
 _SHARP = replace(_MIX, rule="sum", entropy=0.0, first_spread=1.0, path_balance=0.3)
 _WITH_SAME = replace(_ORD.toy, primitives=(*ARTICLE, "same"), num_blocks=5, num_held_out=32)
 
@@ -39,9 +39,7 @@ BEYOND: dict[str, DiscoverConfig] = {
     "mix-8": replace(_MIX, toy=replace(_MIX.toy, num_blocks=8)),
     "ord-four-steps": _FOUR_STEPS,
     "ord-four-steps-tied": replace(_FOUR_STEPS, tied=True),
-    "ord-four-steps-tied-digits-settling": replace(
-        _FOUR_STEPS, toy=replace(_FOUR_STEPS.toy, between="digits at random"), between_from="settling", tied=True
-    ),
+    "ord-four-steps-tied-digits-settling": replace(digits_settling(_FOUR_STEPS), tied=True),
     "ord-maps": replace(_ORD, readings="maps"),
     "ord-maps-same": replace(_ORD, readings="maps", toy=_WITH_SAME),
     "ord-lengths-tested": replace(_ORD, lengths_tested=_OTHER_LENGTHS),

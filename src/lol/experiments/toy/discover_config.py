@@ -1,6 +1,6 @@
 """What decides a discovery but for its seed, the rules by name, and which programs it may see."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lol.errors import UserError
@@ -82,6 +82,11 @@ RULES: dict[str, DiscoverConfig] = {
     "mix": DiscoverConfig("mix", explore_steps=1500, settle_steps=1500, entropy_until=0.7),
     "ord": DiscoverConfig("ord"),
 }
+
+
+def digits_settling(config: DiscoverConfig) -> DiscoverConfig:
+    """The same, but the state is written as digits between blocks at random, once the router is frozen."""
+    return replace(config, toy=replace(config.toy, between="digits at random"), between_from="settling")
 
 
 def selection_programs(config: DiscoverConfig) -> tuple[tuple[Program, ...], tuple[Program, ...]]:

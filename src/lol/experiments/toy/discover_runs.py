@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from lol.errors import UserError
 from lol.experiments.toy.beyond import BEYOND, TAKEN_AWAY
 from lol.experiments.toy.discover import Discovery, discover
-from lol.experiments.toy.discover_config import RULES, DiscoverConfig
+from lol.experiments.toy.discover_config import RULES, DiscoverConfig, digits_settling
 from lol.experiments.toy.line import Job, run_side_by_side
 from lol.experiments.toy.process import prepare_process
 from lol.experiments.toy.runs import SplitKind, weights_of, write_record
@@ -19,7 +19,6 @@ from lol.experiments.toy.task import ARTICLE, DISTINCT
 
 _ORD = RULES["ord"]
 _SIX = replace(_ORD.toy, primitives=(*ARTICLE, "neg", "swap"), num_blocks=6, num_held_out=144)
-_SIX_AT_RANDOM = replace(_SIX, between="digits at random")
 _ORD_SIX = replace(_ORD, toy=_SIX, explore_steps=2400, settle_steps=2100)
 
 DISCOVERIES: dict[str, DiscoverConfig] = RULES | {
@@ -35,9 +34,9 @@ DISCOVERIES: dict[str, DiscoverConfig] = RULES | {
     "mix-distinct": replace(RULES["mix"], toy=replace(_ORD.toy, primitives=DISTINCT)),
     "ord-six": _ORD_SIX,
     "ord-six-tied": replace(_ORD_SIX, tied=True),
-    "ord-six-digits-at-random": replace(_ORD_SIX, toy=_SIX_AT_RANDOM),
-    "ord-six-digits-settling": replace(_ORD_SIX, toy=_SIX_AT_RANDOM, between_from="settling"),
-    "ord-six-tied-digits-settling": replace(_ORD_SIX, toy=_SIX_AT_RANDOM, between_from="settling", tied=True),
+    "ord-six-digits-at-random": replace(_ORD_SIX, toy=replace(_SIX, between="digits at random")),
+    "ord-six-digits-settling": digits_settling(_ORD_SIX),
+    "ord-six-tied-digits-settling": replace(digits_settling(_ORD_SIX), tied=True),
     **TAKEN_AWAY,
     **BEYOND,
 }
