@@ -199,6 +199,7 @@ def test_the_state_may_be_left_alone_until_the_router_is_frozen():
         ({"rule": "mix", "tied": True}, "tied and given tables are for pc and ord"),
         ({"rule": "mix", "readings": "maps"}, "readings=maps is for ord"),
         ({"rule": "ord", "tied": True, "lengths": (1, 3)}, "lengths need rule=pc"),
+        ({"between_from": "settling"}, "needs toy.between"),
         ({"rule": "pc", "tied": True, "lengths": (1, 2)}, "the task's own steps among them"),
     ],
 )

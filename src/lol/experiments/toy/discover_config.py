@@ -73,6 +73,8 @@ class DiscoverConfig:
             raise UserError("path_balance and repair are for rules that have one order: pc, mix, sum")
         if self.readings == "maps" and self.rule != "ord":
             raise UserError(f"readings=maps is for ord, not for {self.rule}")
+        if self.between_from == "settling" and self.toy.between == "nothing":
+            raise UserError("between_from=settling needs toy.between: what should happen between blocks from then on?")
         if self.lengths and not (self.tied and self.rule == "pc" and self.toy.steps in self.lengths):
             raise UserError("lengths need rule=pc, tied=True, and the task's own steps among them")
 

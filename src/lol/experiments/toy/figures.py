@@ -92,14 +92,17 @@ def draw_routing(records: Sequence[dict[str, Any]], file: Path) -> None:
                     bottom += share
                 labels.append((left, name))
                 left += 1
-            left += 0.6 if step < len(uses) - 1 else 0
+            if axes is grid[0]:
+                middle = left - (len(names) + 1) / 2
+                axes.text(middle, 1.06, f"step {step + 1}", ha="center", va="bottom", fontsize=8, color=_INK)
+            left += 0.6
         axes.set_xticks([place for place, _ in labels], [name for _, name in labels], fontsize=6.5)
         axes.set_yticks([])
         axes.set_ylabel(model, rotation=0, ha="right", va="center", fontsize=8)
         axes.tick_params(length=0)
         for side in axes.spines.values():
             side.set_visible(False)
-    grid[0].set_title("share of each block (colour) by step and primitive; the first seed", fontsize=9, loc="left")
+    figure.suptitle("Share of each block (colour) by step and primitive; the first seed", fontsize=9)
     save_figure(figure, file)
 
 
