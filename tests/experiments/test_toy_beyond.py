@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from lol import UserError
-from lol.experiments.toy.beyond import BEYOND, TAKEN_AWAY
-from lol.experiments.toy.discover import Discovery, discover
-from lol.experiments.toy.discover_config import RULES, DiscoverConfig, programs_of_length, selection_programs
-from lol.experiments.toy.discover_table import discovery_section
-from lol.experiments.toy.instruction import InstructionRouter
+from lol.experiments.toy.discovery.beyond import BEYOND, TAKEN_AWAY
+from lol.experiments.toy.discovery.config import RULES, DiscoverConfig, programs_of_length, selection_programs
+from lol.experiments.toy.discovery.instruction import InstructionRouter
+from lol.experiments.toy.discovery.table import discovery_section
+from lol.experiments.toy.discovery.train import Discovery, discover
 from lol.experiments.toy.model import ToyModel
 from lol.experiments.toy.task import Task
 

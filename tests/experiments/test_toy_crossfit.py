@@ -8,12 +8,19 @@ import torch
 from safetensors.torch import load, save
 
 from lol import UserError
-from lol.experiments.toy import crossfit as module
-from lol.experiments.toy.beyond import BEYOND
-from lol.experiments.toy.crossfit import RepairConfig, cut_into_folds, moves, number_of, repair_routes, score_routes
-from lol.experiments.toy.discover import Discovery, discover
-from lol.experiments.toy.discover_config import RULES, selection_programs
-from lol.experiments.toy.discover_runs import restore
+from lol.experiments.toy.discovery import crossfit as module
+from lol.experiments.toy.discovery.beyond import BEYOND
+from lol.experiments.toy.discovery.config import RULES, selection_programs
+from lol.experiments.toy.discovery.crossfit import (
+    RepairConfig,
+    cut_into_folds,
+    moves,
+    number_of,
+    repair_routes,
+    score_routes,
+)
+from lol.experiments.toy.discovery.runs import restore
+from lol.experiments.toy.discovery.train import Discovery, discover
 from lol.experiments.toy.play import _read_config
 
 TOY = replace(RULES["ord"].toy, hidden_size=16, intermediate_size=16, batch_size=16)
@@ -100,7 +107,7 @@ def test_a_repaired_discovery_settles_on_its_routes():
 
 
 def test_the_bonus_on_whole_paths_is_their_entropy():
-    from lol.experiments.toy.discover import _entropy, _path_shares
+    from lol.experiments.toy.discovery.train import _entropy, _path_shares
 
     torch.manual_seed(0)
     probability = torch.rand(5, 3, 4).softmax(-1)

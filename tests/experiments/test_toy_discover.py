@@ -10,10 +10,10 @@ from torch.testing import assert_close
 
 from lol import UserError
 from lol.cli import main
-from lol.experiments.toy import discover as module
-from lol.experiments.toy import discover_runs
-from lol.experiments.toy.discover import Discovery, InstructionRouter, discover, score_held_out
-from lol.experiments.toy.discover_config import RULES, DiscoverConfig, selection_programs
+from lol.experiments.toy.discovery import runs as discovery_runs
+from lol.experiments.toy.discovery import train as module
+from lol.experiments.toy.discovery.config import RULES, DiscoverConfig, selection_programs
+from lol.experiments.toy.discovery.train import Discovery, InstructionRouter, discover, score_held_out
 from lol.experiments.toy.line import Job
 from lol.experiments.toy.task import split_programs
 
@@ -125,7 +125,7 @@ def test_the_order_waits_and_then_moves():
 
 
 def test_the_command_writes_a_record_once(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setitem(discover_runs.DISCOVERIES, "ord", short("ord"))
+    monkeypatch.setitem(discovery_runs.DISCOVERIES, "ord", short("ord"))
     command = ["toy", "discover", "ord", "--split", "functions", "--out", str(tmp_path)]
     assert main(command) == 0
     record = json.loads((tmp_path / "ord.functions-0.seed-0.json").read_text())
@@ -145,7 +145,7 @@ def test_many_are_the_single_ones_side_by_side(tmp_path: Path, monkeypatch, caps
         started.extend(jobs)
         return at_once
 
-    monkeypatch.setattr(discover_runs, "run_side_by_side", instead)
+    monkeypatch.setattr(discovery_runs, "run_side_by_side", instead)
     done = tmp_path / "ord.programs-0.seed-1.json"
     done.write_text("{}")
     flags = ["--seed", "1", "--seeds", "2", "--splits", "programs", "functions", "--split-numbers", "0", "2"]
@@ -161,5 +161,5 @@ def test_many_are_the_single_ones_side_by_side(tmp_path: Path, monkeypatch, caps
 
 def test_six_primitives_have_their_splits():
     for name in ("ord-six", "mix-six"):
-        trained, validation = selection_programs(discover_runs.DISCOVERIES[name])
+        trained, validation = selection_programs(discovery_runs.DISCOVERIES[name])
         assert (len(trained), len(validation)) == (64, 8)

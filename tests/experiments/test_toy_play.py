@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from lol import UserError
 from lol.cli import main
 from lol.experiments.toy.config import MODELS
-from lol.experiments.toy.discover import Discovery
-from lol.experiments.toy.discover_runs import DISCOVERIES, restore
+from lol.experiments.toy.discovery.runs import DISCOVERIES, restore
+from lol.experiments.toy.discovery.train import Discovery
 from lol.experiments.toy.play import kind_of, load_run, read_line, read_state
 from lol.experiments.toy.runs import ToyRun, toy_run, weights_of
 from lol.experiments.toy.task import split_programs

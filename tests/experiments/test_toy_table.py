@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lol.cli import main
-from lol.experiments.toy import discover_runs
 from lol.experiments.toy.config import MODELS
-from lol.experiments.toy.discover_table import _rows
+from lol.experiments.toy.discovery import runs as discovery_runs
+from lol.experiments.toy.discovery.table import _rows
 from lol.experiments.toy.orderings import ORDERINGS, compare, orderings_section
 from lol.experiments.toy.records import Record
 from lol.experiments.toy.runs import ToyRun, toy_run
@@ -25,9 +25,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     record = json.loads((tmp_path / "runs" / "given.programs-0.seed-0.json").read_text())
     record |= {"seed": 1, "held_out": record["held_out"] | {"accuracy": 40.0}}
     (tmp_path / "runs" / "given.programs-0.seed-1.json").write_text(json.dumps(record))
-    config = discover_runs.DISCOVERIES["mix"]
+    config = discovery_runs.DISCOVERIES["mix"]
     toy = replace(config.toy, hidden_size=16, intermediate_size=16, batch_size=8)
-    monkeypatch.setitem(discover_runs.DISCOVERIES, "mix", replace(config, toy=toy, explore_steps=3, settle_steps=1))
+    monkeypatch.setitem(discovery_runs.DISCOVERIES, "mix", replace(config, toy=toy, explore_steps=3, settle_steps=1))
     assert main(["toy", "discover", "mix", "--out", str(tmp_path / "discovery")]) == 0
     return tmp_path
 

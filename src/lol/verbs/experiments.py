@@ -24,8 +24,8 @@ def toy_all(args: list[str]) -> int:
 
 
 def toy_discover(args: list[str]) -> int:
-    from lol.experiments.toy.discover_runs import ToyDiscover
-    from lol.experiments.toy.discover_runs import toy_discover as run_discovery
+    from lol.experiments.toy.discovery.runs import ToyDiscover
+    from lol.experiments.toy.discovery.runs import toy_discover as run_discovery
 
     return 1 if run_discovery(flags.parse(ToyDiscover, "toy discover", args)) else 0
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from lol.errors import UserError
 from lol.experiments.toy.config import ToyConfig
-from lol.experiments.toy.crossfit import RepairConfig
-from lol.experiments.toy.discover import Discovery
-from lol.experiments.toy.discover_config import DiscoverConfig
-from lol.experiments.toy.discover_runs import restore
+from lol.experiments.toy.discovery.config import DiscoverConfig
+from lol.experiments.toy.discovery.crossfit import RepairConfig
+from lol.experiments.toy.discovery.runs import restore
+from lol.experiments.toy.discovery.train import Discovery
 from lol.experiments.toy.model import ToyModel, ToyOutput
 from lol.experiments.toy.runs import weights_of
 from lol.experiments.toy.task import NUM_DIGITS, PRIMITIVES, Program, split_programs

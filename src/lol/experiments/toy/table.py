@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lol.errors import UserError
 from lol.experiments.toy.config import CHOICE_MODELS, CHOICES, CHOSEN_MODELS, MODELS, choice_name
-from lol.experiments.toy.discover_table import discovery_section, draw_forming, read_discoveries
+from lol.experiments.toy.discovery.table import discovery_section, draw_forming, read_discoveries
 from lol.experiments.toy.figures import draw_held_out, draw_routing, draw_separation
 from lol.experiments.toy.orderings import orderings_section
 from lol.experiments.toy.records import Record, mean_of, primitives_of, read_records, split_of

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lol.experiments.toy.config import ToyConfig
-from lol.experiments.toy.crossfit import number_of
+from lol.experiments.toy.discovery.crossfit import number_of
 
 Rule = Literal["pc", "mix", "ord", "sum"]
 _SINKHORN_ROUNDS = 8

@@ -9,9 +9,9 @@ import tyro
 from safetensors.torch import save_file
 
 from lol.errors import UserError
-from lol.experiments.toy.beyond import BEYOND, TAKEN_AWAY
-from lol.experiments.toy.discover import Discovery, discover
-from lol.experiments.toy.discover_config import RULES, DiscoverConfig, digits_settling
+from lol.experiments.toy.discovery.beyond import BEYOND, TAKEN_AWAY
+from lol.experiments.toy.discovery.config import RULES, DiscoverConfig, digits_settling
+from lol.experiments.toy.discovery.train import Discovery, discover
 from lol.experiments.toy.line import Job, run_side_by_side
 from lol.experiments.toy.process import prepare_process
 from lol.experiments.toy.runs import SplitKind, weights_of, write_record

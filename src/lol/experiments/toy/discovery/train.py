@@ -27,9 +27,9 @@ from transformers import set_seed
 from lol.data.order import generator_named
 from lol.errors import UserError
 from lol.experiments.toy.config import Between
-from lol.experiments.toy.crossfit import RepairConfig, repair_routes
-from lol.experiments.toy.discover_config import DiscoverConfig, programs_of_length, selection_programs
-from lol.experiments.toy.instruction import InstructionRouter, doubly_stochastic
+from lol.experiments.toy.discovery.config import DiscoverConfig, programs_of_length, selection_programs
+from lol.experiments.toy.discovery.crossfit import RepairConfig, repair_routes
+from lol.experiments.toy.discovery.instruction import InstructionRouter, doubly_stochastic
 from lol.experiments.toy.model import ToyModel
 from lol.experiments.toy.task import BASE, NUM_DIGITS, Program, split_programs
 from lol.experiments.toy.train import NUM_EXAMPLES, Examples, describe, draw, percent

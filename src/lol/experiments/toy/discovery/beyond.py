@@ -5,8 +5,8 @@ Each is `ord` (or `mix`) but for what its line says, so that its row stands besi
 
 from dataclasses import replace
 
-from lol.experiments.toy.crossfit import RepairConfig
-from lol.experiments.toy.discover_config import RULES, DiscoverConfig, digits_settling
+from lol.experiments.toy.discovery.config import RULES, DiscoverConfig, digits_settling
+from lol.experiments.toy.discovery.crossfit import RepairConfig
 from lol.experiments.toy.task import ARTICLE, DISTINCT
 
 _ORD, _MIX = RULES["ord"], RULES["mix"]

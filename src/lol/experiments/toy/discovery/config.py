@@ -5,8 +5,8 @@ from typing import Literal
 
 from lol.errors import UserError
 from lol.experiments.toy.config import ToyConfig
-from lol.experiments.toy.crossfit import RepairConfig
-from lol.experiments.toy.instruction import Rule
+from lol.experiments.toy.discovery.crossfit import RepairConfig
+from lol.experiments.toy.discovery.instruction import Rule
 from lol.experiments.toy.task import Program, Task, split_programs
 
 Credit = Literal["every block", "whole path", "weight"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from lol.experiments.toy.discover_runs import DISCOVERIES
+from lol.experiments.toy.discovery.runs import DISCOVERIES
 from lol.experiments.toy.figures import save_figure
 from lol.experiments.toy.records import Record, mean_of, read_records, split_of
 from lol.paths.agreement import separation_over_depths
