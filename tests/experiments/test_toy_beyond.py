@@ -140,7 +140,7 @@ def test_programs_of_other_lengths_compute_nothing_held_out():
         assert {task.outcome(program) for program in left_out} <= others
     record, discovery = discover(short(config, lengths_tested=(1, 4)), 0)
     assert set(discovery.programs) == {1, 2, 3}
-    for key in ("lengths", "lengths_as_digits"):
+    for key in ("lengths", "lengths_as_digits", "lengths_as_hard_digits"):
         assert set(record["held_out"][key]) == {"1", "4"}
 
 
@@ -157,7 +157,7 @@ def test_the_state_between_blocks():
 
     _, plain = states("nothing")
     # Noise and chance are for training.
-    for between in ("noise", "digits at random"):
+    for between in ("noise", "digits at random", "hard digits at random"):
         assert_close(states(between)[1], plain)
         assert not torch.equal(states(between, training=True)[1][2], plain[2])
     # Between blocks the digits are written and read again: sure digits are what the model is given at the start.
@@ -177,6 +177,23 @@ def test_the_state_between_blocks():
     with torch.no_grad():
         told = untold(digits[:1], program[:1], path=program[:1], between="digits").states
     assert_close(told[2], first[2])
+
+
+def test_hard_digits_are_the_most_probable_ones():
+    torch.manual_seed(0)
+    model = ToyModel(replace(short(RULES["pc"]).toy, between="hard digits"))
+    digits, program = torch.randint(10, (40, 8)), torch.randint(4, (40, 2))
+    output = model(digits, program, path=program)
+    # One step, the digits that the head says, and from them the other step.
+    first = model(digits, program[:, :1], path=program[:, :1]).logits
+    second = model(first.argmax(-1), program[:, 1:], path=program[:, 1:]).logits
+    assert_close(output.logits, second)
+    # The gradient comes to what was written as through the mean under the probabilities.
+    (own,) = torch.autograd.grad(output.logits.square().sum(), model.head.weight, retain_graph=True)
+    last = model.head.weight.detach().requires_grad_()
+    logits = torch.nn.functional.linear(model.norm(output.states[-1]).detach(), last, model.head.bias)
+    (only_the_last,) = torch.autograd.grad(logits.square().sum(), last)
+    assert not torch.allclose(own, only_the_last)
 
 
 def test_the_state_may_be_left_alone_until_the_router_is_frozen():
@@ -212,6 +229,8 @@ def test_lengths_have_their_table():
     def record(seed: int, one: float | None, four: float) -> dict:
         held_out = {"accuracy": 50.0, "separation": 1.0, "known_functions": None, "new_functions": 50.0}
         held_out |= {"lengths": {"1": one, "4": four}, "lengths_as_digits": {"1": 100.0, "4": 90.0}}
+        if seed:  # the others are measured in newer records
+            held_out["lengths_as_hard_digits"] = {"1": 80.0, "4": 70.0}
         # Two blocks, which two primitives exchange at the second step.
         side = {"accuracy": 99.0, "uses": [[[3, 0], [0, 1]], [[0, 2], [2, 0]]]}
         toy = {"split": "functions", "split_number": 0}
@@ -219,7 +238,7 @@ def test_lengths_have_their_table():
                 "held_out": held_out, "validation": side, "trained": side}  # fmt: skip
 
     text = discovery_section([record(0, None, 10.0), record(1, 40.0, 20.0)])
-    assert "| ord-noise | functions 0 | 2 | 40.0 / 100.0 | 15.0 / 90.0 |" in text
+    assert "| ord-noise | functions 0 | 2 | 40.0 / 100.0 / 80.0 | 15.0 / 90.0 / 70.0 |" in text
     assert "| 99.0 | 1.00, 1.00 | 0.62, 0.62 |" in text
     plain = record(0, 1.0, 1.0)
     del plain["held_out"]["lengths"]

@@ -9,7 +9,9 @@ from lol.model.config import LoLConfig
 from lol.train.config import BalanceConfig, OptimConfig
 
 Routing = Literal["fixed", "by primitive", "by step and primitive", "relabelled per step", "by program", "learned"]
-Between = Literal["nothing", "noise", "digits", "digits at random"]
+Between = Literal["nothing", "noise", "digits", "digits at random", "hard digits", "hard digits at random"]
+WRITTEN: tuple[Between, ...] = ("digits", "hard digits")
+"""Those that are done in use too, and draw nothing."""
 RouterTraining = Literal["top-1", "soft", "gumbel"]
 
 
@@ -36,8 +38,9 @@ class ToyConfig:
     temperature falls from 1 to 0.1, in equal parts each step."""
     between: Between = "nothing"
     """What happens to the state between two blocks (of blind blocks): nothing; in training, noise of 0.3 times the size
-    of each place's state; or the head writes it as digits, which are embedded as the input is (the mean embedding under
-    the head's probabilities), always or, in training alone, for a random half of the examples at each step."""
+    of each place's state; or the head writes it as digits, which are embedded as the input is, always or, in training
+    alone, for a random half of the examples at each step. What is embedded is the mean embedding under the head's
+    probabilities, or of hard digits the most probable one's, through which the gradient passes as through the mean."""
     balance_scope: Literal["global", "depth"] = "global"
     """One balancing bias, or one per step of the program."""
     sequence_aux: float = 0.0

@@ -8,10 +8,11 @@ from functools import cache
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lol.experiments.toy.config import Between, ToyConfig
+from lol.experiments.toy.config import WRITTEN, Between, ToyConfig
 from lol.experiments.toy.task import BASE, NUM_DIGITS
 from lol.experiments.toy.torch_blocks import TorchBlocks
 from lol.model.base import LoLPreTrainedModel
@@ -86,7 +87,7 @@ class ToyModel(LoLPreTrainedModel):
             self.library = TorchBlocks(config.num_blocks, d, config.num_heads, config.block == "torch as it comes")
             self.norm = nn.LayerNorm(d)
             self.head.reset_parameters()
-        if config.between == "digits":
+        if config.between in WRITTEN:
             # A head that cannot read digits yet would hand the next block the same mean embedding at every place.
             self.head.weight.data.copy_(self.digit_embedding.weight.data / d**0.5)
 
@@ -197,13 +198,17 @@ class ToyModel(LoLPreTrainedModel):
         self, state: Float[Tensor, "B N d"], between: Between, generator: torch.Generator | None
     ) -> Float[Tensor, "B N d"]:
         """What the next block sees of a state: see `ToyConfig.between`."""
-        if between == "nothing" or (generator is None and between != "digits"):
+        if between == "nothing" or (generator is None and between not in WRITTEN):
             return state
         if between == "noise":
             size = state.detach().pow(2).mean(-1, keepdim=True).sqrt()
             return state + _NOISE * size * torch.randn(state.shape, generator=generator)
-        digits = self.head(self.norm(state)).softmax(-1) @ self.digit_embedding.weight + self.place_embedding.weight
-        if between == "digits":
+        shares = self.head(self.norm(state)).softmax(-1)
+        if between in ("hard digits", "hard digits at random"):
+            sure = F.one_hot(shares.argmax(-1), shares.shape[-1]).to(shares.dtype)
+            shares = sure + shares - shares.detach()
+        digits = shares @ self.digit_embedding.weight + self.place_embedding.weight
+        if between in WRITTEN:
             return digits
         return torch.where(torch.rand((len(state), 1, 1), generator=generator) < 0.5, digits, state)
 

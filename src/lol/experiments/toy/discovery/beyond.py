@@ -15,6 +15,7 @@ _TIED = replace(_ORD, rule="pc", tied=True, lengths_tested=_OTHER_LENGTHS)
 _FOUR_STEPS = replace(_ORD, toy=replace(_ORD.toy, steps=4, num_held_out=64), explore_steps=2400, settle_steps=2100)
 _NOISE = replace(_ORD.toy, between="noise")
 _AT_RANDOM = replace(_ORD.toy, between="digits at random")
+_HARD_AT_RANDOM = replace(_ORD.toy, between="hard digits at random")
 _SETTLING = replace(digits_settling(_ORD), lengths_tested=_OTHER_LENGTHS)
 _SHARP = replace(_MIX, rule="sum", entropy=0.0, first_spread=1.0, path_balance=0.3)
 _WITH_SAME = replace(_ORD.toy, primitives=(*ARTICLE, "same"), num_blocks=5, num_held_out=32)
@@ -40,6 +41,9 @@ BEYOND: dict[str, DiscoverConfig] = {
     "ord-four-steps": _FOUR_STEPS,
     "ord-four-steps-tied": replace(_FOUR_STEPS, tied=True),
     "ord-four-steps-tied-digits-settling": replace(digits_settling(_FOUR_STEPS), tied=True),
+    "ord-four-steps-tied-hard-digits-settling": replace(
+        digits_settling(_FOUR_STEPS, "hard digits at random"), tied=True, lengths_tested=_OTHER_LENGTHS
+    ),
     "ord-maps": replace(_ORD, readings="maps"),
     "ord-maps-same": replace(_ORD, readings="maps", toy=_WITH_SAME),
     "ord-lengths-tested": replace(_ORD, lengths_tested=_OTHER_LENGTHS),
@@ -47,13 +51,18 @@ BEYOND: dict[str, DiscoverConfig] = {
     "pc-lengths": replace(_TIED, lengths=(1, 2, 3)),
     "pc-two-lengths": replace(_TIED, lengths=(2, 3)),
     "pc-digits-at-random": replace(_TIED, toy=_AT_RANDOM),
+    "pc-hard-digits-at-random": replace(_TIED, toy=_HARD_AT_RANDOM),
     "pc-two-lengths-digits-at-random": replace(_TIED, lengths=(2, 3), toy=_AT_RANDOM),
     "ord-noise": replace(_ORD, toy=_NOISE, lengths_tested=_OTHER_LENGTHS),
     "ord-digits": replace(_ORD, toy=replace(_ORD.toy, between="digits"), lengths_tested=_OTHER_LENGTHS),
     "ord-digits-at-random": replace(_ORD, toy=_AT_RANDOM, lengths_tested=_OTHER_LENGTHS),
+    "ord-hard-digits-at-random": replace(_ORD, toy=_HARD_AT_RANDOM, lengths_tested=_OTHER_LENGTHS),
     "ord-tied": replace(_ORD, tied=True, lengths_tested=_OTHER_LENGTHS),
     "ord-digits-settling": _SETTLING,
     "ord-tied-digits-settling": replace(_SETTLING, tied=True),
+    "ord-tied-hard-digits-settling": replace(
+        digits_settling(_ORD, "hard digits at random"), tied=True, lengths_tested=_OTHER_LENGTHS
+    ),
     "ord-noise-distinct": replace(_ORD, toy=replace(_NOISE, primitives=DISTINCT), lengths_tested=_OTHER_LENGTHS),
     "ord-digits-at-random-distinct": replace(
         _ORD, toy=replace(_AT_RANDOM, primitives=DISTINCT), lengths_tested=_OTHER_LENGTHS
@@ -64,11 +73,12 @@ BEYOND: dict[str, DiscoverConfig] = {
 """A router that adds up all instructions, sharp from the start and rewarded for using all paths, and the same with its
 paths repaired by what fresh libraries make of them.
 
-More blocks than primitives; programs of four steps (192 of 256 trained, half as many steps again), also with one table
-for all places, and with the state written as digits once the router is frozen; any reading map, on the article's task
-and with a primitive that does nothing; programs of other lengths than the trained ones; and a code of the state that
-all steps share: by training on other lengths, by noise, or by writing the state as digits, from the start or once the
-router is frozen, under one table for all places or one each; on the distinct primitives and under the given table too.
+More blocks than primitives; programs of four steps (192 of 256 trained, half as many steps again), also with one
+table for all places, and with the state written as digits once the router is frozen; any reading map, on the
+article's task and with a primitive that does nothing; programs of other lengths than the trained ones; and a code of
+the state that all steps share: by training on other lengths, by noise, or by writing the state as digits, from the
+start or once the router is frozen, as probabilities or as hard digits, under one table for all places or one each; on
+the distinct primitives and under the given table too.
 
 Programs of one length S alone leave the code of the state after 1 to S - 1 steps free. Written as digits, it is the
 input's again after S steps: blocks may then work for lengths that S divides, and no others. Two lengths without a

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lol.errors import UserError
-from lol.experiments.toy.config import ToyConfig
+from lol.experiments.toy.config import Between, ToyConfig
 from lol.experiments.toy.discovery.crossfit import RepairConfig
 from lol.experiments.toy.discovery.instruction import Rule
 from lol.experiments.toy.task import Program, Task, split_programs
@@ -86,9 +86,9 @@ RULES: dict[str, DiscoverConfig] = {
 }
 
 
-def digits_settling(config: DiscoverConfig) -> DiscoverConfig:
+def digits_settling(config: DiscoverConfig, between: Between = "digits at random") -> DiscoverConfig:
     """The same, but the state is written as digits between blocks at random, once the router is frozen."""
-    return replace(config, toy=replace(config.toy, between="digits at random"), between_from="settling")
+    return replace(config, toy=replace(config.toy, between=between), between_from="settling")
 
 
 def selection_programs(config: DiscoverConfig) -> tuple[tuple[Program, ...], tuple[Program, ...]]:

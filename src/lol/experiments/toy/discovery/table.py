@@ -14,6 +14,7 @@ from lol.experiments.toy.records import Record, mean_of, read_records, split_of
 from lol.paths.agreement import separation_over_depths
 
 _PICTURES = 6
+_LENGTHS = ("lengths", "lengths_as_digits", "lengths_as_hard_digits")
 
 
 def read_discoveries(folder: Path) -> list[Record]:
@@ -52,7 +53,8 @@ def _lengths_section(records: Sequence[Record]) -> list[str]:
     lines = [
         "### Programs of other lengths",
         "",
-        "Mean over seeds, % of random programs of a length: the state as it is / written as digits between the blocks.",
+        "Mean over seeds, % of random programs of a length: the state as it is / written between the blocks as the mean"
+        " of all digits under the head's probabilities / as the most probable digits.",
         "",
         "| router | split | seeds | " + " | ".join(f"{length} steps" for length in lengths) + " |",
         "|---|---|---|" + "---|" * len(lengths),
@@ -60,7 +62,7 @@ def _lengths_section(records: Sequence[Record]) -> list[str]:
     for name, split in dict.fromkeys((record["model"], split_of(record)) for record in tested):
         own = [record["held_out"] for record in tested if (record["model"], split_of(record)) == (name, split)]
         cells = [
-            " / ".join(_mean([side[kind].get(length) for side in own]) for kind in ("lengths", "lengths_as_digits"))
+            " / ".join(_mean([side.get(kind, {}).get(length) for side in own]) for kind in _LENGTHS)
             for length in lengths
         ]
         lines.append(f"| {name} | {split} | {len(own)} | " + " | ".join(cells) + " |")

@@ -26,7 +26,7 @@ from transformers import set_seed
 
 from lol.data.order import generator_named
 from lol.errors import UserError
-from lol.experiments.toy.config import Between
+from lol.experiments.toy.config import WRITTEN, Between
 from lol.experiments.toy.discovery.config import DiscoverConfig, programs_of_length, selection_programs
 from lol.experiments.toy.discovery.crossfit import RepairConfig, repair_routes
 from lol.experiments.toy.discovery.instruction import InstructionRouter, doubly_stochastic
@@ -218,7 +218,7 @@ class Discovery:
     ) -> Float[Tensor, "B C"]:
         """Mean cross-entropy of a digit on each path of each example."""
         batch, tries, _ = paths.shape
-        if tries > 1 and weight is None and between in ("nothing", "digits"):
+        if tries > 1 and weight is None and between in ("nothing", *WRITTEN):
             logits = self.model.try_paths(examples.digits, examples.program, paths, between).flatten(0, 1)
         else:
             # What is drawn between blocks is drawn for every path apart.
@@ -296,7 +296,8 @@ def score_held_out(discovery: Discovery, log: list[str]) -> dict[str, Any]:
     if config.lengths_tested:
         lengths = config.lengths_tested
         score["lengths"] = {str(length): discovery.measure_length(length) for length in lengths}
-        score["lengths_as_digits"] = {str(length): discovery.measure_length(length, "digits") for length in lengths}
+        for name, between in (("lengths_as_digits", "digits"), ("lengths_as_hard_digits", "hard digits")):
+            score[name] = {str(length): discovery.measure_length(length, between) for length in lengths}
     return score
 
 
