@@ -29,6 +29,7 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   toy table      the toy's table and figures, beside the article's numbers
   toy discover   train a router that finds the primitives: pc, mix, ord
   toy play       type digits and a program, see the path and every state
+  toy codes      what the states of a trained run say between its blocks
   experiment     do one of the article's: lol experiment huginn --fast
   experiment list   which there are, the data each wants, what was published
   bench core|decode|train|toy   time a part against its alternatives

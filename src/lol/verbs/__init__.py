@@ -28,6 +28,7 @@ VERBS: dict[tuple[str, ...], Callable[[list[str]], int]] = {
     ("toy", "discover"): experiments.toy_discover,
     ("toy", "table"): experiments.toy_table,
     ("toy", "play"): experiments.toy_play,
+    ("toy", "codes"): experiments.toy_codes,
     ("experiment", "list"): experiments.experiment_list,
     ("experiment",): experiments.experiment,
     ("bench", "core"): experiments.bench_core,

@@ -46,6 +46,13 @@ def toy_play(args: list[str]) -> int:
     return 0
 
 
+def toy_codes(args: list[str]) -> int:
+    from lol.experiments.toy.codes import ToyCodes
+    from lol.experiments.toy.codes import toy_codes as read_codes
+
+    return write_numbers(flags.parse(ToyCodes, "toy codes", args), read_codes)
+
+
 @dataclass(frozen=True)
 class ExperimentList:
     """Print the article's experiments: what each is, the data that it wants, what was published."""

@@ -5,5 +5,6 @@ model.py     the encoder, from the library's parts    train.py    a run, from it
 torch_blocks.py   torch's encoder layers in their place            process.py   one thread, memory that is kept
 runs.py      which runs there are and which are done               line.py      runs side by side
 discovery/   routers that find the primitives                      play.py      a trained run, by hand
+codes.py     what its states say between blocks
 table.py     tables and figures of all of them        records.py   orderings.py   figures.py
 """

@@ -296,7 +296,8 @@ def score_held_out(discovery: Discovery, log: list[str]) -> dict[str, Any]:
     if config.lengths_tested:
         lengths = config.lengths_tested
         score["lengths"] = {str(length): discovery.measure_length(length) for length in lengths}
-        for name, between in (("lengths_as_digits", "digits"), ("lengths_as_hard_digits", "hard digits")):
+        for between in WRITTEN:
+            name = f"lengths_as_{between.replace(' ', '_')}"
             score[name] = {str(length): discovery.measure_length(length, between) for length in lengths}
     return score
 
