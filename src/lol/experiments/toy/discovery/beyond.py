@@ -15,7 +15,6 @@ _TIED = replace(_ORD, rule="pc", tied=True, lengths_tested=_OTHER_LENGTHS)
 _FOUR_STEPS = replace(_ORD, toy=replace(_ORD.toy, steps=4, num_held_out=64), explore_steps=2400, settle_steps=2100)
 _NOISE = replace(_ORD.toy, between="noise")
 _AT_RANDOM = replace(_ORD.toy, between="digits at random")
-_HARD_AT_RANDOM = replace(_ORD.toy, between="hard digits at random")
 _SETTLING = replace(digits_settling(_ORD), lengths_tested=_OTHER_LENGTHS)
 _SHARP = replace(_MIX, rule="sum", entropy=0.0, first_spread=1.0, path_balance=0.3)
 _WITH_SAME = replace(_ORD.toy, primitives=(*ARTICLE, "same"), num_blocks=5, num_held_out=32)
@@ -41,9 +40,6 @@ BEYOND: dict[str, DiscoverConfig] = {
     "ord-four-steps": _FOUR_STEPS,
     "ord-four-steps-tied": replace(_FOUR_STEPS, tied=True),
     "ord-four-steps-tied-digits-settling": replace(digits_settling(_FOUR_STEPS), tied=True),
-    "ord-four-steps-tied-hard-digits-settling": replace(
-        digits_settling(_FOUR_STEPS, "hard digits at random"), tied=True, lengths_tested=_OTHER_LENGTHS
-    ),
     "ord-maps": replace(_ORD, readings="maps"),
     "ord-maps-same": replace(_ORD, readings="maps", toy=_WITH_SAME),
     "ord-lengths-tested": replace(_ORD, lengths_tested=_OTHER_LENGTHS),
@@ -51,12 +47,11 @@ BEYOND: dict[str, DiscoverConfig] = {
     "pc-lengths": replace(_TIED, lengths=(1, 2, 3)),
     "pc-two-lengths": replace(_TIED, lengths=(2, 3)),
     "pc-digits-at-random": replace(_TIED, toy=_AT_RANDOM),
-    "pc-hard-digits-at-random": replace(_TIED, toy=_HARD_AT_RANDOM),
+    "pc-hard-digits-at-random": replace(_TIED, toy=replace(_ORD.toy, between="hard digits at random")),
     "pc-two-lengths-digits-at-random": replace(_TIED, lengths=(2, 3), toy=_AT_RANDOM),
     "ord-noise": replace(_ORD, toy=_NOISE, lengths_tested=_OTHER_LENGTHS),
     "ord-digits": replace(_ORD, toy=replace(_ORD.toy, between="digits"), lengths_tested=_OTHER_LENGTHS),
     "ord-digits-at-random": replace(_ORD, toy=_AT_RANDOM, lengths_tested=_OTHER_LENGTHS),
-    "ord-hard-digits-at-random": replace(_ORD, toy=_HARD_AT_RANDOM, lengths_tested=_OTHER_LENGTHS),
     "ord-tied": replace(_ORD, tied=True, lengths_tested=_OTHER_LENGTHS),
     "ord-digits-settling": _SETTLING,
     "ord-tied-digits-settling": replace(_SETTLING, tied=True),
