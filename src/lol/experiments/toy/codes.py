@@ -1,9 +1,10 @@
 """`lol toy codes`: what the state says after each step of a program, as a map of the digits that would be right.
 
-Blocks that run programs of S steps rightly may hand on other digits in between: nobody asks for those. Let σ be a map
-of digits that commutes with every primitive f. If the block of f does σ f in place of f, then σ^k of the right digits
-is written after k steps, and training on S steps asks for no more than σ^S = 1. Such a σ is a twist that no program of
-S steps can rule out. (Decided here.)
+Blocks that run programs of S steps rightly may hand on other digits in between: nobody asks for those. Let σ_k be the
+map from the right digits to those that are written after k steps; σ_0 and σ_S change nothing. The block of a primitive
+f does the same at every step, so σ_{k+1} f = σ_1 f σ_k for every f. Any other σ_1 that this allows is a twist, which no
+program of S steps can rule out: for example a σ_1 that commutes with all primitives and comes round after S times.
+(Decided here.)
 
 Letters: B examples, N digits, S steps.
 """
@@ -32,6 +33,8 @@ from lol.experiments.toy.train import NUM_EXAMPLES, draw, percent
 
 _BETWEEN: dict[str, Between] = {"as it is": "nothing", "as probabilities": "digits", "as hard digits": "hard digits"}
 _IN_PLACE = tuple(range(NUM_DIGITS))
+# Enough inputs for every digit to stand at every place.
+_PROBES = 400
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,8 @@ def toy_codes(command: ToyCodes) -> dict[str, Any]:
     for file in command.records:
         trained = load_run(file)
         primitives = tuple(name for name in trained.model.toy.primitives if name not in command.without)
-        free = twists(Task(primitives, trained.model.toy.steps))
         steps = read_codes(trained, command.without)
+        free = twists(Task(primitives, trained.model.toy.steps))
         listed = "; ".join(map(str, free)) or "none"
         console = Console(highlight=False)
         console.print(f"{file.stem}: twists that its programs cannot rule out: {listed}", soft_wrap=True)
@@ -130,22 +133,28 @@ def find_code(written: Int[Tensor, "B N"], right: Int[Tensor, "B N"]) -> Code:
 
 
 def twists(task: Task) -> list[Code]:
-    """The codes other than the right digits that no program of the task can rule out, among all that turn or mirror the
-    places and map a digit x to ax + b."""
-    probes = torch.randint(BASE, (64, NUM_DIGITS), generator=generator_named("toy codes"))
+    """The codes after one step, other than the right digits, that no program of the task can rule out, among all that
+    turn or mirror the places and map a digit x to ax + b."""
     found = []
     for places, a, b in itertools.product(_named_places().values(), (1, 3, 7, 9), range(BASE)):
-        code = Code(places, tuple((a * digit + b) % BASE for digit in range(BASE)))
-        again = probes
-        for _ in range(task.steps):
-            again = code.apply(again)
-        commutes = all(
-            torch.equal(PRIMITIVES[name](code.apply(probes)), code.apply(PRIMITIVES[name](probes)))
-            for name in task.primitives
-        )
-        if commutes and torch.equal(again, probes) and code != Code():
-            found.append(code)
+        first = Code(places, tuple((a * digit + b) % BASE for digit in range(BASE)))
+        code: Code | None = first
+        for _ in range(task.steps - 1):
+            code = code and _next_code(task, first, code)
+        if code == Code() and first != Code():
+            found.append(first)
     return found
+
+
+def _next_code(task: Task, first: Code, code: Code) -> Code | None:
+    """The code that follows where the first is `first`; `None` where primitives do not agree on one."""
+    probes = torch.randint(BASE, (_PROBES, NUM_DIGITS), generator=generator_named("toy codes"))
+    primitives = [PRIMITIVES[name] for name in task.primitives]
+    pairs = [(primitive(probes), first.apply(primitive(code.apply(probes)))) for primitive in primitives]
+    right, written = pairs[0]
+    following = find_code(written, right)
+    agree = all(torch.equal(following.apply(right), written) for right, written in pairs)
+    return following if agree else None
 
 
 def _named_places() -> dict[str, tuple[int, ...]]:
