@@ -1,13 +1,16 @@
 """Discoveries with parts taken away or more asked of them: credit, what is read, lengths, the state between blocks."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch.testing import assert_close
 
 from lol import UserError
+from lol.experiments.toy.discovery import figures
 from lol.experiments.toy.discovery.beyond import BEYOND, TAKEN_AWAY
 from lol.experiments.toy.discovery.config import RULES, DiscoverConfig, programs_of_length, selection_programs
 from lol.experiments.toy.discovery.instruction import InstructionRouter
@@ -225,7 +228,7 @@ def test_settings_that_contradict_each_other(changes, said: str):
         replace(RULES["ord"], **changes)
 
 
-def test_lengths_have_their_table():
+def test_lengths_have_their_table_and_figure(monkeypatch: pytest.MonkeyPatch):
     def record(seed: int, one: float | None, four: float) -> dict:
         held_out = {"accuracy": 50.0, "separation": 1.0, "known_functions": None, "new_functions": 50.0}
         held_out |= {"lengths": {"1": one, "4": four}, "lengths_as_digits": {"1": 100.0, "4": 90.0}}
@@ -240,6 +243,13 @@ def test_lengths_have_their_table():
     text = discovery_section([record(0, None, 10.0), record(1, 40.0, 20.0)])
     assert "| ord-noise | functions 0 | 2 | 40.0 / 100.0 / 80.0 | 15.0 / 90.0 / 70.0 |" in text
     assert "| 99.0 | 1.00, 1.00 | 0.62, 0.62 |" in text
+    # The figure says the same, and nothing where nothing was measured.
+    drawn: list[Figure] = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, _file: drawn.append(figure))
+    figures.draw_lengths([record(0, None, 10.0), record(1, 40.0, 20.0)], Path("unused"))
+    figures.draw_lengths([record(0, None, 10.0)], Path("unused"))
+    shown = [[[text.get_text() for text in axes.texts] for axes in figure.axes] for figure in drawn]
+    assert shown == [[["40", "15"], ["100", "90"], ["80", "70"]], [["10"], ["100", "90"], []]]
     plain = record(0, 1.0, 1.0)
     del plain["held_out"]["lengths"]
     assert "other lengths" not in discovery_section([plain])

@@ -9,7 +9,7 @@ import pytest
 from lol.cli import main
 from lol.experiments.toy.config import MODELS
 from lol.experiments.toy.discovery import runs as discovery_runs
-from lol.experiments.toy.discovery.table import _rows
+from lol.experiments.toy.discovery.figures import _rows
 from lol.experiments.toy.orderings import ORDERINGS, compare, orderings_section
 from lol.experiments.toy.records import Record
 from lol.experiments.toy.runs import ToyRun, toy_run

@@ -12,6 +12,13 @@ Record = dict[str, Any]
 
 _SETS = {ARTICLE: "the article's primitives", DISTINCT: "primitives whose programs all differ"}
 
+LENGTHS = {
+    "lengths": "as it is",
+    "lengths_as_digits": "as probabilities of digits",
+    "lengths_as_hard_digits": "as hard digits",
+}
+"""The ways to hand the state on with which programs of other lengths are measured."""
+
 
 def read_records(folder: Path, order: Sequence[str]) -> list[Record]:
     """All records of a folder, in this order of models, then of split and seed; none without a folder."""
@@ -40,3 +47,10 @@ def mean_of(records: Sequence[Record], side: str, key: str) -> float | None:
     """The mean of what these records say of a side (trained, held_out); `None` where none says it."""
     values = [record[side][key] for record in records if record[side].get(key) is not None]
     return statistics.mean(values) if values else None
+
+
+def mean_at_length(records: Sequence[Record], kind: str, length: str) -> float | None:
+    """Mean over seeds of the share of random programs of a length; `None` where none of them measured it."""
+    shares = [record["held_out"].get(kind, {}).get(length) for record in records]
+    known = [share for share in shares if share is not None]
+    return statistics.mean(known) if known else None

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from lol.errors import UserError
 from lol.experiments.toy.config import CHOICE_MODELS, CHOICES, CHOSEN_MODELS, MODELS, choice_name
-from lol.experiments.toy.discovery.table import discovery_section, draw_forming, read_discoveries
+from lol.experiments.toy.discovery.figures import draw_forming, draw_lengths
+from lol.experiments.toy.discovery.table import discovery_section, read_discoveries
 from lol.experiments.toy.figures import draw_held_out, draw_routing, draw_separation
 from lol.experiments.toy.orderings import orderings_section
 from lol.experiments.toy.records import Record, mean_of, primitives_of, read_records, split_of
@@ -50,7 +51,8 @@ class ToyTable:
     discovery: Path = Path("results/toy/discovery")
     """Folder of the records of `lol toy discover`; it may be missing."""
     out: Path = Path("results/toy")
-    """Folder that is written: table.md, held-out.svg, unsaid.svg, separation.svg, routing.svg, forming.svg."""
+    """Folder that is written: table.md, held-out.svg, unsaid.svg, separation.svg, routing.svg, forming.svg,
+    lengths.svg."""
 
 
 def toy_table(command: ToyTable) -> str:
@@ -71,6 +73,8 @@ def toy_table(command: ToyTable) -> str:
     if discoveries:
         sections.append(discovery_section(discoveries))
         draw_forming(discoveries[0], command.out / "forming.svg")
+    if any("lengths" in record["held_out"] for record in discoveries):
+        draw_lengths(discoveries, command.out / "lengths.svg")
     text = "\n".join(sections)
     (command.out / "table.md").write_text(text, encoding="utf-8")
     _draw(main, records, command.out)

@@ -1,20 +1,13 @@
-"""The table of discoveries, and the picture of a routing table that forms."""
+"""The tables of discoveries."""
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 from lol.experiments.toy.discovery.runs import DISCOVERIES
-from lol.experiments.toy.figures import save_figure
-from lol.experiments.toy.records import Record, mean_of, read_records, split_of
+from lol.experiments.toy.records import LENGTHS, Record, mean_at_length, mean_of, read_records, split_of
 from lol.paths.agreement import separation_over_depths
-
-_PICTURES = 6
-_LENGTHS = ("lengths", "lengths_as_digits", "lengths_as_hard_digits")
 
 
 def read_discoveries(folder: Path) -> list[Record]:
@@ -60,54 +53,19 @@ def _lengths_section(records: Sequence[Record]) -> list[str]:
         "|---|---|---|" + "---|" * len(lengths),
     ]
     for name, split in dict.fromkeys((record["model"], split_of(record)) for record in tested):
-        own = [record["held_out"] for record in tested if (record["model"], split_of(record)) == (name, split)]
-        cells = [
-            " / ".join(_mean([side.get(kind, {}).get(length) for side in own]) for kind in _LENGTHS)
-            for length in lengths
-        ]
+        own = [record for record in tested if (record["model"], split_of(record)) == (name, split)]
+        cells = [" / ".join(_one_decimal(mean_at_length(own, kind, length)) for kind in LENGTHS) for length in lengths]
         lines.append(f"| {name} | {split} | {len(own)} | " + " | ".join(cells) + " |")
     return [*lines, ""]
 
 
-def _mean(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{statistics.mean(known):.1f}" if known else "–"
-
-
-def draw_forming(record: Record, file: Path) -> None:
-    """What each instruction's choice would be while training goes on: probability of each block, at some steps.
-
-    Rows are the instructions of a step after those of the step before; of `mix` they are read for the step they name.
-    """
-    toy, history = record["config"]["toy"], record["history"]
-    shown = [history[round(place * (len(history) - 1) / (_PICTURES - 1))] for place in range(_PICTURES)]
-    figure = Figure(figsize=(1.6 * _PICTURES, 0.8 + 0.17 * toy["steps"] * len(toy["primitives"])), layout="constrained")
-    grid = figure.subplots(1, _PICTURES, sharey=True)
-    labels = [f"{name} {step + 1}" for step in range(toy["steps"]) for name in toy["primitives"]]
-    for axes, moment in zip(grid, shown, strict=True):
-        axes.imshow(_rows(moment, record["config"]["rule"]), cmap="Greys", vmin=0, vmax=1, aspect="auto")
-        axes.set_title(f"step {moment['step']:,}", fontsize=8)
-        axes.set_yticks(range(len(labels)), labels, fontsize=7)
-        axes.set_xticks(range(toy["num_blocks"]))
-        axes.tick_params(length=0, labelsize=7)
-        for step in range(1, toy["steps"]):
-            axes.axhline(step * len(toy["primitives"]) - 0.5, color="#d1495b", linewidth=0.8)
-    figure.supxlabel("block", fontsize=8)
-    save_figure(figure, file)
-
-
-def _rows(moment: dict[str, Any], rule: str) -> list[list[float]]:
-    """Steps × primitives rows of L probabilities."""
-    scores = moment["scores"]
-    if rule == "mix":
-        scores = [step[own] for own, step in enumerate(scores)]
-    return [row for step in scores for row in step]
+def _one_decimal(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
 
 
 def _row(name: str, split: str, records: Sequence[Record]) -> str:
     def mean(side: str, key: str = "accuracy") -> str:
-        value = mean_of(records, side, key)
-        return "–" if value is None else f"{value:.1f}"
+        return _one_decimal(mean_of(records, side, key))
 
     def every(key: str, digits: int) -> str:
         return ", ".join(f"{record['held_out'][key]:.{digits}f}" for record in records)
