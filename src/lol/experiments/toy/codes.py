@@ -33,6 +33,8 @@ from lol.experiments.toy.train import NUM_EXAMPLES, draw, percent
 
 _BETWEEN: dict[str, Between] = {"as it is": "nothing", "as probabilities": "digits", "as hard digits": "hard digits"}
 _IN_PLACE = tuple(range(NUM_DIGITS))
+# In percent: a map that explains less is noise. The file has it all the same.
+_WORTH_SAYING = 5.0
 # Enough inputs for every digit to stand at every place.
 _PROBES = 400
 
@@ -72,7 +74,7 @@ def toy_codes(command: ToyCodes) -> dict[str, Any]:
     """Print a table for each record, and return the numbers: accuracies in percent, uncertainty in nats of a digit.
 
     Raises:
-        UserError: a record or its weights cannot be read, or no program is left.
+        UserError: a record or its weights cannot be read, `without` names an unknown primitive, or no program is left.
     """
     prepare_process()
     result: dict[str, Any] = {"command": {"without": list(command.without)}, "runs": {}}
@@ -94,6 +96,9 @@ def read_codes(trained: Trained, without: Sequence[str] = ()) -> dict[str, list[
     """What each step's state says, with the state handed on as it is, as probabilities and as hard digits (the latter
     two where the blocks are blind)."""
     model, toy = trained.model, trained.model.toy
+    unknown = set(without) - set(toy.primitives)
+    if unknown:
+        raise UserError(f"the run has no primitive {', '.join(sorted(unknown))}: it has {', '.join(toy.primitives)}")
     programs = tuple(p for p in trained.known if not {toy.primitives[i] for i in p} & set(without))
     if not programs:
         raise UserError(f"no trained program does without {', '.join(without)}: leave out fewer primitives")
@@ -181,5 +186,6 @@ def _table(states: dict[str, list[dict[str, Any]]]) -> Table:
     for name, steps in states.items():
         for step, one in enumerate(steps, 1):
             numbers = f"{one['right']:.1f}", f"{one['uncertainty']:.2f}"
-            table.add_row(name if step == 1 else "", str(step), *numbers, one["code"], f"{one['explained']:.1f}")
+            code = one["code"] if one["explained"] >= _WORTH_SAYING else "something else"
+            table.add_row(name if step == 1 else "", str(step), *numbers, code, f"{one['explained']:.1f}")
     return table
