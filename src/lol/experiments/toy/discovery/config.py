@@ -34,7 +34,7 @@ class DiscoverConfig:
     """Lengths of the programs trained, one drawn for each step; without it the task's own (tied `pc` only)."""
     lengths_tested: tuple[int, ...] = ()
     """Lengths that are scored at the end besides: by the tables of all places together, read from first to last; with
-    the state as it is, and written as digits between the blocks."""
+    the state as it is, and written between the blocks as digits and as hard digits."""
     first_spread: float = 0.1
     """Deviation of the router's scores at the start."""
     path_balance: float = 0.0
