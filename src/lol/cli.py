@@ -28,8 +28,7 @@ usage: lol VERB [flags]          lol VERB --help lists a verb's flags
   toy all        all runs of the toy that are not done, side by side
   toy table      the toy's table and figures, beside the article's numbers
   toy discover   train a router that finds the primitives: pc, mix, ord
-  toy play       type digits and a program, see the path and every state
-  toy codes      what the states of a trained run say between its blocks
+  toy play|codes   see a program's path and states; what states say of digits
   experiment     do one of the article's: lol experiment huginn --fast
   experiment list   which there are, the data each wants, what was published
   bench core|decode|train|toy   time a part against its alternatives
