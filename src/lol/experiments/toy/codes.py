@@ -12,6 +12,7 @@ Letters: B examples, N digits, S steps.
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +34,12 @@ from lol.experiments.toy.train import NUM_EXAMPLES, draw, percent
 
 _BETWEEN: dict[str, Between] = {"as it is": "nothing", "as probabilities": "digits", "as hard digits": "hard digits"}
 _IN_PLACE = tuple(range(NUM_DIGITS))
+_TURNED = {
+    tuple((place + by) % NUM_DIGITS for place in _IN_PLACE): f"turned by {by}" if by else "" for by in range(NUM_DIGITS)
+}
+_MIRRORED = {places[::-1]: f"{name} and reversed" if name else "reversed" for places, name in _TURNED.items()}
+# Every way to turn or mirror the places, and what it is called.
+_PLACES = _TURNED | _MIRRORED
 # In percent: a map that explains less is noise. The file has it all the same.
 _WORTH_SAYING = 5.0
 # Enough inputs for every digit to stand at every place.
@@ -65,8 +72,7 @@ class Code:
         return torch.tensor(self.digits)[right[..., list(self.places)]]
 
     def __str__(self) -> str:
-        named = {places: name for name, places in _named_places().items()}
-        parts = [named.get(self.places, f"places {self.places}"), _name_of_digits(self.digits)]
+        parts = [_PLACES.get(self.places, f"places {self.places}"), _name_of_digits(self.digits)]
         return ", ".join(part for part in parts if part) or "right"
 
 
@@ -77,6 +83,7 @@ def toy_codes(command: ToyCodes) -> dict[str, Any]:
         UserError: a record or its weights cannot be read, `without` names an unknown primitive, or no program is left.
     """
     prepare_process()
+    console = Console(highlight=False)
     result: dict[str, Any] = {"command": {"without": list(command.without)}, "runs": {}}
     for file in command.records:
         trained = load_run(file)
@@ -84,7 +91,6 @@ def toy_codes(command: ToyCodes) -> dict[str, Any]:
         steps = read_codes(trained, command.without)
         free = twists(Task(primitives, trained.model.toy.steps))
         listed = "; ".join(map(str, free)) or "none"
-        console = Console(highlight=False)
         console.print(f"{file.stem}: twists that its programs cannot rule out: {listed}", soft_wrap=True)
         console.print(_table(steps))
         result["runs"][file.stem] = {"twists": [str(code) for code in free], "states": steps}
@@ -104,15 +110,15 @@ def read_codes(trained: Trained, without: Sequence[str] = ()) -> dict[str, list[
         raise UserError(f"no trained program does without {', '.join(without)}: leave out fewer primitives")
     examples = draw(toy, programs, NUM_EXAMPLES, generator_named("toy codes"))
     path = trained.find_path(examples.program)
+    rights = [toy.task.run_each(examples.digits, examples.program[:, :step]) for step in range(1, toy.steps + 1)]
     found: dict[str, list[dict[str, Any]]] = {}
     for name, between in _BETWEEN.items():
         if between != "nothing" and not toy.blind:
             continue
         states = model(examples.digits, examples.program, path=path, between=between).states
         found[name] = []
-        for step in range(1, toy.steps + 1):
-            right = toy.task.run_each(examples.digits, examples.program[:, :step])
-            logits = model.head(model.norm(states[step][:, :NUM_DIGITS]))
+        for state, right in zip(states[1:], rights, strict=True):
+            logits = model.read(state[:, :NUM_DIGITS])
             written, share = logits.argmax(-1), logits.softmax(-1)
             code = find_code(written, right)
             found[name].append(
@@ -137,39 +143,30 @@ def find_code(written: Int[Tensor, "B N"], right: Int[Tensor, "B N"]) -> Code:
     return Code(tuple(places.tolist()), tuple(chosen.argmax(-1).tolist()))
 
 
-def twists(task: Task) -> list[Code]:
+@cache
+def twists(task: Task) -> tuple[Code, ...]:
     """The codes after one step, other than the right digits, that no program of the task can rule out, among all that
     turn or mirror the places and map a digit x to ax + b."""
+    probes = torch.randint(BASE, (_PROBES, NUM_DIGITS), generator=generator_named("toy codes"))
     found = []
-    for places, a, b in itertools.product(_named_places().values(), (1, 3, 7, 9), range(BASE)):
+    for places, a, b in itertools.product(_PLACES, (1, 3, 7, 9), range(BASE)):
         first = Code(places, tuple((a * digit + b) % BASE for digit in range(BASE)))
         code: Code | None = first
         for _ in range(task.steps - 1):
-            code = code and _next_code(task, first, code)
+            code = code and _next_code(task, first, code, probes)
         if code == Code() and first != Code():
             found.append(first)
-    return found
+    return tuple(found)
 
 
-def _next_code(task: Task, first: Code, code: Code) -> Code | None:
+def _next_code(task: Task, first: Code, code: Code, probes: Int[Tensor, "B N"]) -> Code | None:
     """The code that follows where the first is `first`; `None` where primitives do not agree on one."""
-    probes = torch.randint(BASE, (_PROBES, NUM_DIGITS), generator=generator_named("toy codes"))
     primitives = [PRIMITIVES[name] for name in task.primitives]
     pairs = [(primitive(probes), first.apply(primitive(code.apply(probes)))) for primitive in primitives]
     right, written = pairs[0]
     following = find_code(written, right)
     agree = all(torch.equal(following.apply(right), written) for right, written in pairs)
     return following if agree else None
-
-
-def _named_places() -> dict[str, tuple[int, ...]]:
-    """Every way to turn or mirror the places."""
-    turned = {
-        f"turned by {by}" if by else "": tuple((place + by) % NUM_DIGITS for place in _IN_PLACE)
-        for by in range(NUM_DIGITS)
-    }
-    mirrored = {f"{name} and reversed" if name else "reversed": places[::-1] for name, places in turned.items()}
-    return turned | mirrored
 
 
 def _name_of_digits(digits: tuple[int, ...]) -> str:

@@ -147,9 +147,7 @@ class ToyModel(LoLPreTrainedModel):
                     state = self._mix(stream, state, shelf, mixture.shares(logits, step), wanted)
             experts.append(expert)
             states.append(state)
-        return ToyOutput(
-            self.head(self.norm(states[-1])), torch.stack(experts, dim=1), tuple(router_logits), tuple(states)
-        )
+        return ToyOutput(self.read(states[-1]), torch.stack(experts, dim=1), tuple(router_logits), tuple(states))
 
     def try_paths(
         self, digits: Int[Tensor, "B N"], program: Int[Tensor, "B S"], paths: Int[Tensor, "B C S"], between: Between
@@ -172,7 +170,12 @@ class ToyModel(LoLPreTrainedModel):
                 stream = self._between(state, between, None).index_select(0, before).flatten(0, 1)
             wanted = NUM_DIGITS if step == steps - 1 else length
             state = self._run(stream, shelf, expert, tokens.distinct.new_ones(len(expert)), wanted)
-        return self.head(self.norm(state))[row].unflatten(0, (batch, tries))
+        assert isinstance(state, Tensor), "a program has at least one step"
+        return self.read(state)[row].unflatten(0, (batch, tries))
+
+    def read(self, state: Float[Tensor, "*batch N d"]) -> Float[Tensor, "*batch N V"]:
+        """Logits of the digits that the head reads off a state, after whichever step."""
+        return self.head(self.norm(state))
 
     def _embed(self, digits: Int[Tensor, "B N"], program: Int[Tensor, "B S"]) -> Repeated:
         """The tokens of an example: a digit at each of N places, and unless blind, a primitive at each of S more."""
@@ -203,7 +206,7 @@ class ToyModel(LoLPreTrainedModel):
         if between == "noise":
             size = state.detach().pow(2).mean(-1, keepdim=True).sqrt()
             return state + _NOISE * size * torch.randn(state.shape, generator=generator)
-        shares = self.head(self.norm(state)).softmax(-1)
+        shares = self.read(state).softmax(-1)
         if between in ("hard digits", "hard digits at random"):
             sure = F.one_hot(shares.argmax(-1), shares.shape[-1]).to(shares.dtype)
             shares = sure + shares - shares.detach()

@@ -166,8 +166,7 @@ def _table(trained: Trained, digits: Tensor, program: Program) -> Table:
 
 def read_state(model: ToyModel, output: ToyOutput, step: int) -> str:
     """The digits that the head reads off the state after so many blocks."""
-    state = output.states[step][0, :NUM_DIGITS]
-    return _joined(model.head(model.norm(state)).argmax(-1))
+    return _joined(model.read(output.states[step][0, :NUM_DIGITS]).argmax(-1))
 
 
 def _joined(digits: Tensor) -> str:

@@ -37,6 +37,20 @@ def split_of(record: Record) -> str:
     return f"{toy['split']} {toy['split_number']}"
 
 
+def by_row(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+    """The records by what a row of a table is for: a model, or a discovery, on a split."""
+    rows: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        rows.setdefault((record["model"], split_of(record)), []).append(record)
+    return rows
+
+
+def tested_on_lengths(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
+    """The records that were tested on programs of other lengths than the trained ones, and these lengths."""
+    tested = [record for record in records if "lengths" in record["held_out"]]
+    return tested, list(dict.fromkeys(length for record in tested for length in record["held_out"]["lengths"]))
+
+
 def primitives_of(record: Record) -> str:
     """What the set of primitives is called in a heading."""
     primitives = tuple(toy_of(record)["primitives"])
@@ -45,12 +59,14 @@ def primitives_of(record: Record) -> str:
 
 def mean_of(records: Sequence[Record], side: str, key: str) -> float | None:
     """The mean of what these records say of a side (trained, held_out); `None` where none says it."""
-    values = [record[side][key] for record in records if record[side].get(key) is not None]
-    return statistics.mean(values) if values else None
+    return _mean_of_known([record[side].get(key) for record in records])
 
 
 def mean_at_length(records: Sequence[Record], kind: str, length: str) -> float | None:
     """Mean over seeds of the share of random programs of a length; `None` where none of them measured it."""
-    shares = [record["held_out"].get(kind, {}).get(length) for record in records]
-    known = [share for share in shares if share is not None]
+    return _mean_of_known([record["held_out"].get(kind, {}).get(length) for record in records])
+
+
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
     return statistics.mean(known) if known else None

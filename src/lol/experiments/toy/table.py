@@ -73,7 +73,6 @@ def toy_table(command: ToyTable) -> str:
     if discoveries:
         sections.append(discovery_section(discoveries))
         draw_forming(discoveries[0], command.out / "forming.svg")
-    if any("lengths" in record["held_out"] for record in discoveries):
         draw_lengths(discoveries, command.out / "lengths.svg")
     text = "\n".join(sections)
     (command.out / "table.md").write_text(text, encoding="utf-8")

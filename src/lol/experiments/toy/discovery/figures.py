@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from lol.experiments.toy.figures import save_figure
-from lol.experiments.toy.records import LENGTHS, Record, mean_at_length, split_of
+from lol.experiments.toy.records import LENGTHS, Record, by_row, mean_at_length, tested_on_lengths
 
 _PICTURES = 6
 
@@ -45,16 +45,16 @@ def _rows(moment: dict[str, Any], rule: str) -> list[list[float]]:
 
 def draw_lengths(records: Sequence[Record], file: Path) -> None:
     """Share of random programs of each length that are right, mean over seeds: a row for each discovery and split, a
-    panel for each way to hand the state on. Grey where nothing was measured."""
-    tested = [record for record in records if "lengths" in record["held_out"]]
-    rows = list(dict.fromkeys((record["model"], split_of(record)) for record in tested))
-    lengths = list(dict.fromkeys(length for record in tested for length in record["held_out"]["lengths"]))
+    panel for each way to hand the state on. Grey where nothing was measured; no figure where none was."""
+    tested, lengths = tested_on_lengths(records)
+    if not tested:
+        return
+    rows = by_row(tested)
     figure = Figure(figsize=(11, 0.9 + 0.24 * len(rows)), layout="constrained")
     grid = figure.subplots(1, len(LENGTHS), sharey=True)
     for axes, (kind, title) in zip(grid, LENGTHS.items(), strict=True):
         shares = np.full((len(rows), len(lengths)), np.nan)
-        for y, row in enumerate(rows):
-            own = [record for record in tested if (record["model"], split_of(record)) == row]
+        for y, own in enumerate(rows.values()):
             for x, length in enumerate(lengths):
                 share = mean_at_length(own, kind, length)
                 if share is not None:

@@ -6,7 +6,15 @@ from pathlib import Path
 import torch
 
 from lol.experiments.toy.discovery.runs import DISCOVERIES
-from lol.experiments.toy.records import LENGTHS, Record, mean_at_length, mean_of, read_records, split_of
+from lol.experiments.toy.records import (
+    LENGTHS,
+    Record,
+    by_row,
+    mean_at_length,
+    mean_of,
+    read_records,
+    tested_on_lengths,
+)
 from lol.paths.agreement import separation_over_depths
 
 
@@ -24,8 +32,7 @@ def discovery_section(records: Sequence[Record]) -> str:
         " trained % | separation, every seed | over all steps |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, split in dict.fromkeys((record["model"], split_of(record)) for record in records):
-        lines.append(_row(name, split, [r for r in records if (r["model"], split_of(r)) == (name, split)]))
+    lines += [_row(name, split, own) for (name, split), own in by_row(records).items()]
     lines += [
         "",
         "Separation is 1 where each block has one primitive at a step, be it another at the next; over all steps it is"
@@ -39,10 +46,9 @@ def discovery_section(records: Sequence[Record]) -> str:
 
 def _lengths_section(records: Sequence[Record]) -> list[str]:
     """A row for each discovery and split that was tested on programs of other lengths than the trained ones."""
-    tested = [record for record in records if "lengths" in record["held_out"]]
+    tested, lengths = tested_on_lengths(records)
     if not tested:
         return []
-    lengths = list(dict.fromkeys(length for record in tested for length in record["held_out"]["lengths"]))
     lines = [
         "### Programs of other lengths",
         "",
@@ -52,8 +58,7 @@ def _lengths_section(records: Sequence[Record]) -> list[str]:
         "| router | split | seeds | " + " | ".join(f"{length} steps" for length in lengths) + " |",
         "|---|---|---|" + "---|" * len(lengths),
     ]
-    for name, split in dict.fromkeys((record["model"], split_of(record)) for record in tested):
-        own = [record for record in tested if (record["model"], split_of(record)) == (name, split)]
+    for (name, split), own in by_row(tested).items():
         cells = [" / ".join(_one_decimal(mean_at_length(own, kind, length)) for kind in LENGTHS) for length in lengths]
         lines.append(f"| {name} | {split} | {len(own)} | " + " | ".join(cells) + " |")
     return [*lines, ""]
