@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from torch.testing import assert_close
 
@@ -39,3 +40,11 @@ def test_the_numbers_go_to_a_file(tmp_path: Path):
     assert saved["threads"] == 1
     assert saved["over_plain_loop"]["plain loop over the blocks"] == 1
     assert all(len(times) == 2 and min(times) > 0 for times in saved["seconds"].values())
+
+
+def test_what_cannot_be_timed_or_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert main(["bench", "toy", "--repeats", "0", "--steps", "1", "--hidden-size", "16"]) == 2
+    assert "--repeats 1 is the least" in capsys.readouterr().err
+    # Before anything is timed.
+    assert main(["bench", "toy", "--json", str(tmp_path / "no" / "toy.json")]) == 2
+    assert f"there is no folder {tmp_path / 'no'} for --json" in capsys.readouterr().err

@@ -91,6 +91,10 @@ def test_states_of_a_run_and_of_a_discovery(tmp_path: Path, monkeypatch: pytest.
     assert [len(steps) for steps in own["states"].values()] == [3, 3, 3]
     assert 0 < own["states"]["as it is"][0]["uncertainty"] < 2.31  # of ten digits at most ln 10
     assert "ord.programs-0.seed-0: twists that its programs cannot rule out: none" in said
+    assert "dense.programs-0.seed-0: its blocks see the program, so no twist is looked for" in said
+    assert "twists" not in runs["dense.programs-0.seed-0"]
+    assert main(["toy", "codes"]) == 2
+    assert "name a record" in capsys.readouterr().err
     # What was trained for a moment is no map of the digits.
     assert "something else" in said
     assert main(["toy", "codes", *files, "--without", "rota"]) == 2

@@ -1,6 +1,7 @@
 """Playing with a trained run: the path and the states that the model itself reports, and complaints that help."""
 
 import io
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from lol.experiments.toy.config import MODELS
 from lol.experiments.toy.discovery.runs import DISCOVERIES, restore
 from lol.experiments.toy.discovery.train import Discovery
 from lol.experiments.toy.play import kind_of, load_run, read_line, read_state
-from lol.experiments.toy.runs import ToyRun, toy_run, weights_of
+from lol.experiments.toy.records import weights_of
+from lol.experiments.toy.runs import ToyRun, toy_run
 from lol.experiments.toy.task import split_programs
 
 
@@ -31,7 +33,7 @@ def test_play_shows_what_the_model_does(
     record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     capsys.readouterr()
-    monkeypatch.setattr(sys, "stdin", io.StringIO("12345678 inc rev mul3\n1234 inc\n\nnever read\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("12345678 inc rev mul3\n\nnever read\n"))
     assert main(["toy", "play", str(record)]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split() for line in lines if line.split()[:1] in (["input"], ["inc"], ["rev"], ["mul3"])]
@@ -47,8 +49,21 @@ def test_play_shows_what_the_model_does(
     for step, row in enumerate(rows[1:]):
         probability = output.router_logits[step][0].softmax(-1)
         assert row[2] == f"{probability[output.experts[0, step]]:.2f}"
-    assert any("type, for example, 12345678 inc rev rot" in line for line in lines)
     assert "never read" not in "".join(lines)
+
+
+def test_a_wrong_line_can_be_typed_again_and_ends_a_pipe(
+    record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for at_terminal in (True, False):
+        capsys.readouterr()
+        typed = io.StringIO("1234 inc\n12345678 inc rev mul3\n")
+        monkeypatch.setattr(typed, "isatty", lambda at_terminal=at_terminal: at_terminal)
+        monkeypatch.setattr(sys, "stdin", typed)
+        assert main(["toy", "play", str(record)]) == (0 if at_terminal else 2)
+        said = capsys.readouterr()
+        assert ("74185296" in said.out) == at_terminal
+        assert "type, for example, 12345678 inc rev rot" in (said.out if at_terminal else said.err)
 
 
 def test_a_discovery_is_played_along_its_routers_path(
@@ -92,18 +107,32 @@ def test_kinds_of_programs() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["1234567 inc inc inc", "12345678 inc inc", "12345678 inc inc up", "1234567x inc inc inc"]
+    ("line", "complaint"),
+    [
+        ("1234567 inc inc inc", "1234567 is not 8 digits"),
+        ("1234567x inc inc inc", "1234567x is not 8 digits"),
+        ("12345678 inc inc", "a program of 2 steps, not of 3"),
+        ("12345678", "a program of 0 steps, not of 3"),
+        ("12345678 inc inc up", "no primitive up"),
+    ],
 )
-def test_lines_that_are_no_program(line: str) -> None:
-    with pytest.raises(UserError, match="12345678 inc rev rot"):
+def test_lines_that_are_no_program(line: str, complaint: str) -> None:
+    with pytest.raises(UserError, match=f"{complaint}.*12345678 inc rev rot"):
         read_line(line, MODELS["learned"])
 
 
 def test_files_that_are_no_run(record: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
-    other.write_text("{}")
-    with pytest.raises(UserError, match="name a file that `lol toy run` or `lol toy discover` wrote"):
+    for text in ("{}", "[]", "{broken", '{"config": {}}'):
+        other.write_text(text)
+        with pytest.raises(UserError, match=r"other.json is no record.*`lol toy run` or `lol toy discover` wrote"):
+            load_run(other)
+    other.write_text(json.dumps(json.loads(record.read_text()) | {"config": {"unheard_of": 1}}))
+    with pytest.raises(UserError, match=r"another version.*unheard_of"):
         load_run(other)
+    weights_of(record).write_bytes(weights_of(record).read_bytes()[:100])
+    with pytest.raises(UserError, match="has not the weights of this run"):
+        load_run(record)
     weights_of(record).unlink()
     with pytest.raises(UserError, match=r"lol toy run learned --seed 0 --out FOLDER"):
         load_run(record)

@@ -1,17 +1,23 @@
 """Toy runs as a user starts them: the same again for the same seed, whole or not at all, never twice."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from lol import UserError
 from lol.experiments.toy import line, runs
 from lol.experiments.toy.config import MODELS, ToyConfig
-from lol.experiments.toy.runs import Run, ToyAll, ToyRun, runs_of, toy_all, toy_run, weights_of
+from lol.experiments.toy.line import Job, run_side_by_side
+from lol.experiments.toy.records import weights_of
+from lol.experiments.toy.runs import Run, ToyAll, ToyRun, runs_of, toy_all, toy_run
 from lol.experiments.toy.task import split_programs
 from lol.experiments.toy.train import run, train
 
@@ -22,7 +28,7 @@ def short(name: str, **changes: object) -> ToyConfig:
 
 @pytest.mark.parametrize("name", ["dense", "learned-untied", "learned-sequence-balance", "learned-soft"])
 def test_a_run_is_a_function_of_its_seed(name: str):
-    first, again, other = (run(short(name), seed) for seed in (1, 1, 2))
+    first, again, other = (run(short(name), seed)[0] for seed in (1, 1, 2))
     for record in (first, again):
         del record["cpu_seconds"]
     assert first == again
@@ -31,7 +37,7 @@ def test_a_run_is_a_function_of_its_seed(name: str):
 
 
 def test_a_record_has_what_the_tables_need():
-    record = run(short("learned-gumbel", split="functions"), 0)
+    record = run(short("learned-gumbel", split="functions"), 0)[0]
     assert len(record["trained"]["by_program"]) == 48
     assert len(record["held_out"]["by_program"]) == 16
     uses = torch.tensor(record["trained"]["uses"])
@@ -86,6 +92,43 @@ def test_all_runs_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monke
     assert "4 runs, 2 done before" in said
     assert "did it  (1/2," in said
     assert "failed" in said
+
+
+def test_sigterm_stops_the_runs_too(tmp_path: Path):
+    """A run that says who it is and would never end; the process that started it is told to stop."""
+    script = tmp_path / "start.py"
+    script.write_text(
+        "import sys\n"
+        "from lol.experiments.toy.line import Job, run_side_by_side\n"
+        f"sys.executable = {str(tmp_path / 'endless')!r}\n"
+        "run_side_by_side([Job('endless', ())], 1)\n"
+    )
+    endless = tmp_path / "endless"
+    endless.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\nexec sleep 600\n")
+    endless.chmod(0o755)
+    parent = subprocess.Popen([sys.executable, str(script)])
+    pid = tmp_path / "pid"
+    deadline = time.monotonic() + 120
+    while not (pid.exists() and pid.read_text().strip()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(60) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_runs_that_there_are_not():
+    with pytest.raises(UserError, match="--jobs 1 is the least"):
+        run_side_by_side([Job("waits for ever", ("toy",))], 0)
+    with pytest.raises(UserError, match="--seed -1 is no whole number from 0 to 4294967295"):
+        Run("given", -1)
+    with pytest.raises(UserError, match="--split-number -1"):
+        Run("given", 0, split_number=-1)
+    with pytest.raises(UserError, match="there is no toy model mine: dense, looped"):
+        runs_of(ToyAll(models=("mine",)))
+    for nothing in ({"seeds": 0}, {"models": ()}, {"splits": ()}):
+        with pytest.raises(UserError, match="name at least one model, one seed and one split"):
+            runs_of(ToyAll(**nothing))
 
 
 def test_first_rows_have_five_seeds():

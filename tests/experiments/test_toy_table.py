@@ -62,6 +62,28 @@ def test_the_table_has_every_seed_and_the_articles_numbers(folder: Path, capsys:
     assert before == {name: (folder / "out" / name).read_bytes() for name in names}
 
 
+def test_the_table_names_the_record_that_it_cannot_read(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    flags = ["--runs", str(folder / "runs"), "--discovery", str(folder / "discovery"), "--out", str(folder / "out")]
+    own = json.loads((folder / "runs" / "given.programs-0.seed-0.json").read_text())
+    # In the folder's order the last.
+    bad = folder / "runs" / "learnt.json"
+    without = {name: value for name, value in own.items() if name != "trained"}
+    complaints = {
+        "{": "is no record",
+        json.dumps(without): "it has no trained",
+        json.dumps(own | {"model": "mine"}): "is of mine, which has no row here",
+        json.dumps(own): "is a second record of `lol toy run given --seed 0`",
+    }
+    for record, complaint in complaints.items():
+        bad.write_text(record)
+        capsys.readouterr()
+        assert main(["toy", "table", *flags]) == 2
+        said = capsys.readouterr().err
+        assert f"{bad} " in said
+        assert complaint in said
+    assert not (folder / "out").exists()
+
+
 def test_without_records_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["toy", "table", "--runs", str(tmp_path)]) == 2
     assert "lol toy all" in capsys.readouterr().err

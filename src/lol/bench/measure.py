@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lol.errors import UserError
+
 Step = Callable[[], object]
 
 
@@ -28,7 +30,12 @@ def measure(
     """Seconds of every step in every round; a round runs each step once, and the first, untimed, warms up.
 
     With `clock=time.process_time` they are seconds of this process's work, whatever else the machine does.
+
+    Raises:
+        UserError: not even one round.
     """
+    if repeats < 1:
+        raise UserError(f"{repeats} rounds measure nothing: --repeats 1 is the least")
     if warm_up:
         for step in steps.values():
             step()

@@ -4,6 +4,7 @@ Blocks that run programs of S steps rightly may hand on other digits in between:
 map from the right digits to those that are written after k steps; σ_0 and σ_S change nothing. The block of a primitive
 f does the same at every step, so σ_{k+1} f = σ_1 f σ_k for every f. Any other σ_1 that this allows is a twist, which no
 program of S steps can rule out: for example a σ_1 that commutes with all primitives and comes round after S times.
+Where the blocks see the program, each may do another thing at another step, and there is nothing to rule out.
 (Decided here.)
 
 Letters: B examples, N digits, S steps.
@@ -80,20 +81,27 @@ def toy_codes(command: ToyCodes) -> dict[str, Any]:
     """Print a table for each record, and return the numbers: accuracies in percent, uncertainty in nats of a digit.
 
     Raises:
-        UserError: a record or its weights cannot be read, `without` names an unknown primitive, or no program is left.
+        UserError: there is no record, one or its weights cannot be read, `without` names an unknown primitive, or no
+            program is left.
     """
+    if not command.records:
+        raise UserError("name a record that `lol toy run` or `lol toy discover` wrote, with its weights beside it")
     prepare_process()
     console = Console(highlight=False)
     result: dict[str, Any] = {"command": {"without": list(command.without)}, "runs": {}}
     for file in command.records:
         trained = load_run(file)
-        primitives = tuple(name for name in trained.model.toy.primitives if name not in command.without)
+        toy = trained.model.toy
         steps = read_codes(trained, command.without)
-        free = twists(Task(primitives, trained.model.toy.steps))
-        listed = "; ".join(map(str, free)) or "none"
-        console.print(f"{file.stem}: twists that its programs cannot rule out: {listed}", soft_wrap=True)
+        result["runs"][file.stem] = {"states": steps}
+        said = "its blocks see the program, so no twist is looked for"
+        if toy.blind:
+            primitives = tuple(name for name in toy.primitives if name not in command.without)
+            free = [str(code) for code in twists(Task(primitives, toy.steps))]
+            result["runs"][file.stem]["twists"] = free
+            said = f"twists that its programs cannot rule out: {'; '.join(free) or 'none'}"
+        console.print(f"{file.stem}: {said}", soft_wrap=True)
         console.print(_table(steps))
-        result["runs"][file.stem] = {"twists": [str(code) for code in free], "states": steps}
     return result
 
 

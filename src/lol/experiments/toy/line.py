@@ -1,12 +1,15 @@
 """Commands of `lol` side by side, each in a process of its own with one thread."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
+from lol.errors import UserError
 from lol.train.progress import duration
 
 _POLL_SECONDS = 0.2
@@ -21,8 +24,17 @@ class Job:
 
 
 def run_side_by_side(jobs: Sequence[Job], at_once: int) -> int:
-    """Do all of them, `at_once` at a time, and print what each says last with the time left; how many failed."""
+    """Do all of them, `at_once` at a time, and print what each says last with the time left; how many failed.
+
+    Ctrl-C and SIGTERM stop those that run, too.
+
+    Raises:
+        UserError: not even one at a time.
+    """
+    if at_once < 1:
+        raise UserError(f"{at_once} runs side by side would never end: --jobs 1 is the least")
     waiting, line = list(jobs), _Line()
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
         while waiting or line.running:
             while waiting and len(line.running) < at_once:
@@ -31,7 +43,12 @@ def run_side_by_side(jobs: Sequence[Job], at_once: int) -> int:
             time.sleep(_POLL_SECONDS)
     finally:
         line.stop()
+        signal.signal(signal.SIGTERM, before)
     return line.failed
+
+
+def _leave(number: int, *_: Any) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 @dataclass

@@ -4,7 +4,6 @@ A state between blocks is read through the head, which was trained on the last s
 on the way too, the blocks share one code for them.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import tyro
 from jaxtyping import Int
 from rich.console import Console
 from rich.table import Table
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from lol.experiments.toy.discovery.crossfit import RepairConfig
 from lol.experiments.toy.discovery.runs import restore
 from lol.experiments.toy.discovery.train import Discovery
 from lol.experiments.toy.model import ToyModel, ToyOutput
-from lol.experiments.toy.runs import weights_of
+from lol.experiments.toy.records import Record, read_record, weights_of
 from lol.experiments.toy.task import NUM_DIGITS, PRIMITIVES, Program, split_programs
 from lol.experiments.toy.train import given_path
 
@@ -52,7 +52,7 @@ class Trained:
     """The blocks of each program; `None` where the model's own router chooses."""
     known: tuple[Program, ...]
     """The programs that were trained on."""
-    record: dict[str, Any]
+    record: Record
 
     @torch.no_grad()
     def answer(self, digits: Int[Tensor, "N"], program: Program) -> ToyOutput:
@@ -62,7 +62,11 @@ class Trained:
 
 
 def play(command: ToyPlay) -> None:
-    """Answer each line of standard input with its table, until an empty line or the end."""
+    """Answer each line of standard input with its table, until an empty line or the end.
+
+    Raises:
+        UserError: the record or its weights cannot be read; or, but for a terminal, where one can type again, a line.
+    """
     trained = load_run(command.record)
     config = trained.model.toy
     console = Console(highlight=False)
@@ -71,10 +75,13 @@ def play(command: ToyPlay) -> None:
     names = ", ".join(config.primitives)
     console.print(f"{command.record.stem}: {shares}", soft_wrap=True)
     console.print(f"Type {NUM_DIGITS} digits and {config.steps} of {names}. An empty line ends.", soft_wrap=True)
-    for line in _lines(sys.stdin.isatty()):
+    at_terminal = sys.stdin.isatty()
+    for line in _lines(at_terminal):
         try:
             digits, program = read_line(line, config)
         except UserError as error:
+            if not at_terminal:
+                raise
             console.print(str(error), soft_wrap=True)
             continue
         console.print(_table(trained, digits, program))
@@ -85,21 +92,27 @@ def load_run(file: Path) -> Trained:
     """What a run trained, from its record and the weights beside it.
 
     Raises:
-        UserError: the file is no record of a run, or the weights are not beside it.
+        UserError: the file is no record of a run, or its weights are not beside it.
     """
+    record = read_record(file)
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
         config = _read_config(record["config"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{file} is no record of a toy run ({error}): name a file that `lol toy run` or `lol toy discover` wrote"
-        ) from None
+    except (ValueError, AttributeError, TypeError) as error:
+        raise UserError(f"{file} has settings of another version ({error}): `{record['command']}` again") from None
     if not weights_of(file).exists():
         raise UserError(
             f"{weights_of(file)} is missing: weights are not kept with the results. Train them again with "
             f"`{record['command']} --out FOLDER`, and name the record in that folder"
         )
-    weights = load_file(weights_of(file))
+    try:
+        return _restored(record, config, load_file(weights_of(file)))
+    except (SafetensorError, RuntimeError) as error:
+        raise UserError(
+            f"{weights_of(file)} has not the weights of this run ({error}): delete both and run it again"
+        ) from None
+
+
+def _restored(record: Record, config: ToyConfig | DiscoverConfig, weights: dict[str, Tensor]) -> Trained:
     if isinstance(config, DiscoverConfig):
         discovery = Discovery(config, record["seed"])
         restore(discovery, weights)
@@ -131,12 +144,15 @@ def read_line(line: str, config: ToyConfig) -> tuple[Int[Tensor, "N"], Program]:
         UserError: it is none.
     """
     digits, *names = line.split()
-    numbers = [config.primitives.index(name) for name in names if name in config.primitives]
-    is_digits = len(digits) == NUM_DIGITS and digits.isascii() and digits.isdigit()
-    if not is_digits or len(numbers) != config.steps or len(names) != config.steps:
-        example = " ".join(["12345678", *(config.primitives[i % len(config.primitives)] for i in range(config.steps))])
-        raise UserError(f"that is not {NUM_DIGITS} digits and {config.steps} primitives: type, for example, {example}")
-    return torch.tensor([int(digit) for digit in digits]), tuple(numbers)
+    example = " ".join(["12345678", *(config.primitives[i % len(config.primitives)] for i in range(config.steps))])
+    unknown = [name for name in names if name not in config.primitives]
+    if len(digits) != NUM_DIGITS or not (digits.isascii() and digits.isdigit()):
+        raise UserError(f"{digits} is not {NUM_DIGITS} digits: type, for example, {example}")
+    if unknown:
+        raise UserError(f"the run has no primitive {', '.join(unknown)}: type, for example, {example}")
+    if len(names) != config.steps:
+        raise UserError(f"that is a program of {len(names)} steps, not of {config.steps}: type, for example, {example}")
+    return torch.tensor([int(digit) for digit in digits]), tuple(map(config.primitives.index, names))
 
 
 def kind_of(program: Program, config: ToyConfig, known: tuple[Program, ...]) -> str:

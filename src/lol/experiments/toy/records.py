@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lol.errors import UserError
 from lol.experiments.toy.task import ARTICLE, DISTINCT
 
 Record = dict[str, Any]
 
 _SETS = {ARTICLE: "the article's primitives", DISTINCT: "primitives whose programs all differ"}
+
+_PARTS = ("model", "command", "config", "seed", "trained", "held_out")
 
 LENGTHS = {
     "lengths": "as it is",
@@ -20,10 +23,45 @@ LENGTHS = {
 """The ways to hand the state on with which programs of other lengths are measured."""
 
 
+def weights_of(record: Path) -> Path:
+    """Where a run's weights are: beside its record, for `lol toy play`; git leaves them out."""
+    return record.with_suffix(".safetensors")
+
+
+def read_record(file: Path) -> Record:
+    """The record of a run or a discovery.
+
+    Raises:
+        UserError: the file is none.
+    """
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        missing = [name for name in _PARTS if name not in record]
+        if missing or not isinstance(record, dict):
+            raise ValueError(f"it has no {', '.join(missing)}")
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{file} is no record of a toy run ({error}): name a file that `lol toy run` or `lol toy discover` wrote"
+        ) from None
+    return record
+
+
 def read_records(folder: Path, order: Sequence[str]) -> list[Record]:
-    """All records of a folder, in this order of models, then of split and seed; none without a folder."""
-    records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
-    return sorted(records, key=lambda record: (order.index(record["model"]), split_of(record), record["seed"]))
+    """All records of a folder, in this order of models, then of split and seed; none without a folder.
+
+    Raises:
+        UserError: a file is no record, or of a model that is not in the order, or of the same run as another.
+    """
+    records: dict[tuple[int, str, int], Record] = {}
+    for file in sorted(folder.glob("*.json")):
+        record = read_record(file)
+        if record["model"] not in order:
+            raise UserError(f"{file} is of {record['model']}, which has no row here: take it out of {folder}")
+        run = (order.index(record["model"]), split_of(record), record["seed"])
+        if run in records:
+            raise UserError(f"{file} is a second record of `{record['command']}`: take one of them out of {folder}")
+        records[run] = record
+    return [records[run] for run in sorted(records)]
 
 
 def toy_of(record: Record) -> dict[str, Any]:

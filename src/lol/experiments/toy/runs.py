@@ -5,14 +5,19 @@ A run is a file `MODEL.SPLIT-NUMBER.seed-S.json`, written whole or not at all, a
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from lol.errors import UserError
 from lol.experiments.toy.config import CHOSEN_MODELS, MODELS, ToyConfig
 from lol.experiments.toy.line import Job, run_side_by_side
 from lol.experiments.toy.process import prepare_process
+from lol.experiments.toy.records import weights_of
 from lol.experiments.toy.train import run as run_config
 
 SplitKind = Literal["programs", "functions"]
@@ -21,20 +26,26 @@ _FIRST_ROW = ("dense", "given", "given-step-primitive", "learned")
 
 @dataclass(frozen=True)
 class Run:
-    """One model, one split, one seed."""
+    """One model or discovery, one split, one seed. Raises UserError where there is no such seed or split."""
 
     model: str
     seed: int
     split: SplitKind = "programs"
     split_number: int = 0
 
+    def __post_init__(self) -> None:
+        for flag, number in (("seed", self.seed), ("split-number", self.split_number)):
+            if not 0 <= number < 2**32:
+                raise UserError(f"--{flag} {number} is no whole number from 0 to {2**32 - 1}: choose one")
+
     @property
     def name(self) -> str:
         return f"{self.model}.{self.split}-{self.split_number}.seed-{self.seed}"
 
     @property
-    def config(self) -> ToyConfig:
-        return replace(config_of(self.model), split=self.split, split_number=self.split_number)
+    def flags(self) -> tuple[str, ...]:
+        """What to type for it after the verb."""
+        return (self.model, "--seed", str(self.seed), "--split", self.split, "--split-number", str(self.split_number))
 
     def file(self, folder: Path) -> Path:
         return folder / f"{self.name}.json"
@@ -48,7 +59,7 @@ class ToyRun:
     """
 
     model: str
-    """`lol toy all` knows them all: dense, given, learned, …"""
+    """dense, given, learned, …: an unknown name lists them all."""
     seed: int = 0
     """Decides first weights and examples."""
     split: SplitKind = "programs"
@@ -90,20 +101,16 @@ def config_of(model: str) -> ToyConfig:
 def toy_run(command: ToyRun) -> None:
     """Do one run, unless its record is there."""
     run = Run(command.model, command.seed, command.split, command.split_number)
+    config = replace(config_of(run.model), split=run.split, split_number=run.split_number)
     file = run.file(command.out)
     if file.exists():
         print(f"done before: {file}")
         return
     prepare_process()
     file.parent.mkdir(parents=True, exist_ok=True)
-    record = run_config(run.config, run.seed, weights=weights_of(file))
-    write_record(file, {"model": run.model, "command": command_of(run), **record})
+    record, model = run_config(config, run.seed)
+    write_run(file, {"model": run.model, "command": command_of(run), **record}, model.state_dict())
     print(f"{run.name}: trained {record['trained']['accuracy']} %, held out {record['held_out']['accuracy']} %")
-
-
-def weights_of(record: Path) -> Path:
-    """Where a run's weights are: beside its record, for `lol toy play`; git leaves them out."""
-    return record.with_suffix(".safetensors")
 
 
 def command_of(run: Run) -> str:
@@ -113,19 +120,34 @@ def command_of(run: Run) -> str:
     return f"lol toy run {run.model} --seed {run.seed}{split}{number}"
 
 
-def write_record(file: Path, record: dict[str, Any]) -> None:
-    """Write a record whole or not at all."""
+def write_run(file: Path, record: dict[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Write weights and record, each whole or not at all; the record, which says that the run is done, comes last."""
+    _write_whole(weights_of(file), lambda partial: save_file(dict(weights), partial))
+    text = json.dumps(record, indent=1) + "\n"
+    _write_whole(file, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def _write_whole(file: Path, write: Callable[[Path], object]) -> None:
     partial = file.with_suffix(f".partial-{os.getpid()}")
-    partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write(partial)
     partial.rename(file)
 
 
 def runs_of(command: ToyAll) -> list[Run]:
-    """The runs that a command asks for, so that every model has its first seed early."""
-    seeds = {model: command.seeds or (5 if model in _FIRST_ROW else 3) for model in command.models}
+    """The runs that a command asks for, so that every model has its first seed early.
+
+    Raises:
+        UserError: there are none, or a model is unknown.
+    """
+    if (command.seeds is not None and command.seeds < 1) or not command.models or not command.splits:
+        raise UserError(f"name at least one model, one seed and one split; there are {', '.join(MODELS)}")
+    for model in command.models:
+        config_of(model)
+    own = {model: 5 if model in _FIRST_ROW else 3 for model in command.models}
+    seeds = own if command.seeds is None else dict.fromkeys(command.models, command.seeds)
     return [
         Run(model, seed, split, command.split_number)
-        for seed in range(max(seeds.values(), default=0))
+        for seed in range(max(seeds.values()))
         for split in command.splits
         for model in command.models
         if seed < seeds[model] and (split == command.splits[0] or not _needs_one_split(model))
@@ -146,5 +168,4 @@ def toy_all(command: ToyAll) -> int:
 
 
 def _job(run: Run, out: Path) -> Job:
-    flags = ("--seed", str(run.seed), "--split", run.split, "--split-number", str(run.split_number))
-    return Job(run.name, ("toy", "run", run.model, *flags, "--out", str(out)))
+    return Job(run.name, ("toy", "run", *run.flags, "--out", str(out)))

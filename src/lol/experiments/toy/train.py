@@ -1,14 +1,15 @@
 """A toy run: a function of its configuration and seed, from the first weights to the record of what came out."""
 
+import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from safetensors.torch import save_file
+from rich.progress import track
 from torch import Tensor
 from transformers import set_seed
 
@@ -101,9 +102,14 @@ class Training:
 def train(config: ToyConfig, seed: int) -> tuple[ToyModel, Split]:
     """Train a model, and say which programs it saw."""
     training = Training(config, seed)
-    for _ in range(config.train_steps):
+    for _ in shown(config.train_steps, "training"):
         training.take_step()
     return training.model.eval(), training.split
+
+
+def shown(steps: int, what: str) -> Iterable[int]:
+    """The numbers of the steps; on a terminal a bar says how many are done, and the time left."""
+    return track(range(steps), what, transient=True, refresh_per_second=2, disable=not sys.stdout.isatty())
 
 
 def forward_in_training(model: ToyModel, examples: Examples, step: int, generator: torch.Generator) -> ToyOutput:
@@ -167,16 +173,10 @@ def describe(
     }
 
 
-def run(config: ToyConfig, seed: int, weights: Path | None = None) -> dict[str, Any]:
-    """Train, write the weights to a file if one is named, and measure.
-
-    Returns:
-        The record of the run, of JSON values, accuracies in percent.
-    """
+def run(config: ToyConfig, seed: int) -> tuple[dict[str, Any], ToyModel]:
+    """Train, measure, and return the record (JSON values, accuracies in percent) and what was trained."""
     began = time.process_time()
     model, split = train(config, seed)
-    if weights is not None:
-        save_file(model.state_dict(), weights)
     record: dict[str, Any] = {"config": asdict(config), "seed": seed, "torch": torch.__version__}
     for side, programs in (("trained", split.trained), ("held_out", split.held_out)):
         right, examples, experts = evaluate(model, programs, seed)
@@ -191,4 +191,4 @@ def run(config: ToyConfig, seed: int, weights: Path | None = None) -> dict[str, 
             right, *_ = evaluate(model, programs, seed, mixture=mixture)
             record[side]["soft_accuracy"] = percent(right)
     record["cpu_seconds"] = round(time.process_time() - began, 1)
-    return record
+    return record, model

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import torch
 import tyro
-from safetensors.torch import save_file
 
 from lol.errors import UserError
 from lol.experiments.toy.discovery.beyond import BEYOND, TAKEN_AWAY
@@ -14,9 +13,10 @@ from lol.experiments.toy.discovery.config import RULES, DiscoverConfig, digits_s
 from lol.experiments.toy.discovery.train import Discovery, discover
 from lol.experiments.toy.line import Job, run_side_by_side
 from lol.experiments.toy.process import prepare_process
-from lol.experiments.toy.runs import SplitKind, weights_of, write_record
+from lol.experiments.toy.runs import Run, SplitKind, write_run
 from lol.experiments.toy.task import ARTICLE, DISTINCT
 
+_VERB = ("toy", "discover")
 _ORD = RULES["ord"]
 _SIX = replace(_ORD.toy, primitives=(*ARTICLE, "neg", "swap"), num_blocks=6, num_held_out=144)
 _ORD_SIX = replace(_ORD, toy=_SIX, explore_steps=2400, settle_steps=2100)
@@ -69,45 +69,23 @@ class ToyDiscover:
     """Folder of the records; a run whose record is there is not run again."""
 
 
-@dataclass(frozen=True)
-class DiscoverRun:
-    """One discovery, one split, one seed."""
-
-    name: str
-    seed: int
-    split: SplitKind = "programs"
-    split_number: int = 0
-
-    @property
-    def title(self) -> str:
-        return f"{self.name}.{self.split}-{self.split_number}.seed-{self.seed}"
-
-    @property
-    def config(self) -> DiscoverConfig:
-        if self.name not in DISCOVERIES:
-            raise UserError(f"there is no discovery {self.name}: {', '.join(DISCOVERIES)}")
-        config = DISCOVERIES[self.name]
-        return replace(config, toy=replace(config.toy, split=self.split, split_number=self.split_number))
-
-    @property
-    def args(self) -> tuple[str, ...]:
-        """What to type for it after `lol`."""
-        split = ("--split", self.split, "--split-number", str(self.split_number))
-        return ("toy", "discover", self.name, "--seed", str(self.seed), *split)
-
-    def file(self, folder: Path) -> Path:
-        return folder / f"{self.title}.json"
+def config_of(run: Run) -> DiscoverConfig:
+    """The settings of a discovery on a split. Raises UserError where there is none of this name."""
+    if run.model not in DISCOVERIES:
+        raise UserError(f"there is no discovery {run.model}: {', '.join(DISCOVERIES)}")
+    config = DISCOVERIES[run.model]
+    return replace(config, toy=replace(config.toy, split=run.split, split_number=run.split_number))
 
 
 def toy_discover(command: ToyDiscover) -> int:
     """Do what is not done: a single run in this process, more side by side; the number of runs that failed."""
     wanted = discoveries_of(command)
     for run in wanted:
-        _ = run.config
+        config_of(run)
     waiting = [run for run in wanted if not run.file(command.out).exists()]
     if len(wanted) > 1:
         print(f"{len(wanted)} runs, {len(wanted) - len(waiting)} done before")
-        jobs = [Job(run.title, (*run.args, "--out", str(command.out))) for run in waiting]
+        jobs = [Job(run.name, (*_VERB, *run.flags, "--out", str(command.out))) for run in waiting]
         return run_side_by_side(jobs, command.jobs)
     for run in waiting:
         _discover(run, run.file(command.out))
@@ -116,14 +94,14 @@ def toy_discover(command: ToyDiscover) -> int:
     return 0
 
 
-def discoveries_of(command: ToyDiscover) -> list[DiscoverRun]:
+def discoveries_of(command: ToyDiscover) -> list[Run]:
     """The runs that a command asks for, so that every name has its first seed early.
 
     Raises:
         UserError: there are none.
     """
     wanted = [
-        DiscoverRun(name, seed, split, number)
+        Run(name, seed, split, number)
         for seed in range(command.seed, command.seed + command.seeds)
         for split in command.splits
         for number in command.split_numbers
@@ -134,12 +112,12 @@ def discoveries_of(command: ToyDiscover) -> list[DiscoverRun]:
     return wanted
 
 
-def _discover(run: DiscoverRun, file: Path) -> None:
+def _discover(run: Run, file: Path) -> None:
     prepare_process()
-    record, discovery = discover(run.config, run.seed)
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(_state_of(discovery), weights_of(file))
-    write_record(file, {"model": run.name, "command": " ".join(("lol", *run.args)), **record})
+    record, discovery = discover(config_of(run), run.seed)
+    command = " ".join(("lol", *_VERB, *run.flags))
+    write_run(file, {"model": run.model, "command": command, **record}, _state_of(discovery))
     held_out = record["held_out"]
     print(
         f"{file.stem}: trained {record['trained']['accuracy']} %, validation {record['validation']['accuracy']} %, "

@@ -32,7 +32,7 @@ from lol.experiments.toy.discovery.crossfit import RepairConfig, repair_routes
 from lol.experiments.toy.discovery.instruction import InstructionRouter, doubly_stochastic
 from lol.experiments.toy.model import ToyModel
 from lol.experiments.toy.task import BASE, NUM_DIGITS, Program, split_programs
-from lol.experiments.toy.train import NUM_EXAMPLES, Examples, describe, draw, percent
+from lol.experiments.toy.train import NUM_EXAMPLES, Examples, describe, draw, percent, shown
 
 _HISTORY_EVERY = 100
 _PATHS_TRIED = 4
@@ -79,14 +79,14 @@ class Discovery:
 
     def train(self) -> None:
         """Explore, then settle."""
-        for _ in range(self.config.explore_steps):
+        for _ in shown(self.config.explore_steps, "exploring"):
             if self.step % _HISTORY_EVERY == 0:
                 self.remember()
             self.explore()
         self.remember()
         if self.config.repair is not None:
             self.repair(self.config.repair)
-        for _ in range(self.config.settle_steps):
+        for _ in shown(self.config.settle_steps, "settling"):
             self.settle()
 
     def repair(self, how: RepairConfig) -> None:
