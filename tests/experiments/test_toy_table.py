@@ -11,7 +11,7 @@ from lol.experiments.toy.config import MODELS
 from lol.experiments.toy.discovery import runs as discovery_runs
 from lol.experiments.toy.discovery.figures import _rows
 from lol.experiments.toy.orderings import ORDERINGS, compare, orderings_section
-from lol.experiments.toy.records import Record
+from lol.experiments.toy.records import Record, by_function
 from lol.experiments.toy.runs import ToyRun, toy_run
 
 
@@ -42,8 +42,9 @@ def test_the_table_has_every_seed_and_the_articles_numbers(folder: Path, capsys:
     by_name = {row[0]: row for row in rows}
     # Two steps teach nothing: 0 % and the 40 % written by hand.
     assert by_name["given"][1:4] == ["**20.0**", "0.0, 40.0", "38.4 (29.8-49.0; round one 44.0)"]
-    assert by_name["given"][5] == "1.00"
-    assert by_name["learned"][7] == "0.0"
+    assert by_name["given"][4:6] == ["0.0", "0.0, 0.0"]
+    assert by_name["given"][7] == "1.00"
+    assert by_name["learned"][9] == "0.0"
     assert by_name["mix"][1:4] == ["programs 0", "**0.0**", "0.0"]
     assert [line for line in said.splitlines() if line.startswith("## ")] == [
         "## The article's primitives, any programs held out (split 0)",
@@ -53,8 +54,9 @@ def test_the_table_has_every_seed_and_the_articles_numbers(folder: Path, capsys:
         "## Routers that look for the primitives",
     ]
     assert by_name["given-distinct"][3] == "–"
-    assert by_name["ours"][1:] == ["–", "**20.0** (0.0, 40.0)", "**0.0** (0.0)"]
-    assert by_name["torch-block"][1:] == ["–", "**0.0** (0.0)", "–"]
+    assert by_name["ours"][1:] == ["–", "**20.0** (0.0, 40.0); 0.0, 0.0", "**0.0** (0.0); 0.0"]
+    assert "init0.09" not in by_name
+    assert by_name["torch-block"][1:] == ["–", "**0.0** (0.0); 0.0", "–"]
     names = sorted(file.name for file in (folder / "out").iterdir())
     assert names == ["forming.svg", "held-out.svg", "routing.svg", "separation.svg", "table.md", "unsaid.svg"]
     before = {name: (folder / "out" / name).read_bytes() for name in names}
@@ -82,6 +84,15 @@ def test_the_table_names_the_record_that_it_cannot_read(folder: Path, capsys: py
         assert f"{bad} " in said
         assert complaint in said
     assert not (folder / "out").exists()
+
+
+def test_known_and_new_functions_are_told_apart() -> None:
+    """inc and rev commute; inc inc is no other program."""
+    config = {"primitives": ["inc", "rev"], "steps": 2}
+    trained, held_out = {"01": 100.0, "11": 0.0}, {"10": 80.0, "00": 3.0}
+    record = {"config": config, "trained": {"by_program": trained}, "held_out": {"by_program": held_out}}
+    assert by_function(record) == {"known": 80.0, "new": 3.0}
+    assert by_function(record | {"held_out": {"by_program": {"10": 80.0}}}) == {"known": 80.0}
 
 
 def test_without_records_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

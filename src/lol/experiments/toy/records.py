@@ -3,11 +3,12 @@
 import json
 import statistics
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lol.errors import UserError
-from lol.experiments.toy.task import ARTICLE, DISTINCT
+from lol.experiments.toy.task import ARTICLE, DISTINCT, Task
 
 Record = dict[str, Any]
 
@@ -93,6 +94,24 @@ def primitives_of(record: Record) -> str:
     """What the set of primitives is called in a heading."""
     primitives = tuple(toy_of(record)["primitives"])
     return _SETS.get(primitives, f"{len(primitives)} primitives")
+
+
+def by_function(record: Record) -> dict[str, float]:
+    """Mean accuracy in percent of the held-out programs that compute what a trained one computes ("known"), and of the
+    others ("new"); a key is missing where there are none."""
+    toy = toy_of(record)
+    functions = _functions(tuple(toy["primitives"]), toy["steps"])
+    trained = {functions[program] for program in record["trained"]["by_program"]}
+    kinds: dict[str, list[float]] = {}
+    for program, accuracy in record["held_out"]["by_program"].items():
+        kinds.setdefault("known" if functions[program] in trained else "new", []).append(accuracy)
+    return {kind: statistics.mean(accuracies) for kind, accuracies in kinds.items()}
+
+
+@cache
+def _functions(primitives: tuple[str, ...], steps: int) -> dict[str, int]:
+    """The number of the function of each program, which is written as in a record."""
+    return {"".join(map(str, program)): number for program, number in Task(primitives, steps).functions.items()}
 
 
 def mean_of(records: Sequence[Record], side: str, key: str) -> float | None:

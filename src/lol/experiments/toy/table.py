@@ -1,5 +1,6 @@
 """The toy's tables and figures, from the records of its runs and beside the article's numbers."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from lol.experiments.toy.discovery.figures import draw_forming, draw_lengths
 from lol.experiments.toy.discovery.table import discovery_section, read_discoveries
 from lol.experiments.toy.figures import draw_held_out, draw_routing, draw_separation
 from lol.experiments.toy.orderings import orderings_section
-from lol.experiments.toy.records import Record, mean_of, primitives_of, read_records, split_of
+from lol.experiments.toy.records import Record, by_function, mean_of, primitives_of, read_records, split_of
 from lol.experiments.toy.task import ARTICLE as ARTICLE_PRIMITIVES
 
 ARTICLE: dict[str, str] = {
@@ -113,9 +114,9 @@ def _section(name: str, records: Sequence[Record]) -> str:
     lines = [
         f"## {name[0].upper()}{name[1:]}",
         "",
-        "| model | held out %, mean | every seed | article | trained % | separation | depth concentration |"
-        " mode path forced % | kept soft % |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | held out %, mean | every seed | article | known functions %, mean | new functions %, every seed |"
+        " trained % | separation | depth concentration | mode path forced % | kept soft % |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for model in dict.fromkeys(record["model"] for record in records):
         lines.append(_row(model, [record for record in records if record["model"] == model]))
@@ -132,6 +133,8 @@ def _row(model: str, records: Sequence[Record]) -> str:
         f"**{mean('held_out', 'accuracy', 1)}**",
         _every_seed(records),
         ARTICLE.get(model, "–"),
+        f"{statistics.mean(known):.1f}" if (known := _of_functions(records, "known")) else "–",
+        _listed(_of_functions(records, "new")),
         mean("trained", "accuracy", 1),
         mean("trained", "separation", 2),
         mean("trained", "depth_concentration", 2),
@@ -142,12 +145,12 @@ def _row(model: str, records: Sequence[Record]) -> str:
 
 
 def _unsaid_section(split: str, records: Sequence[Record]) -> str:
-    """A row for each way to fill what the article leaves unsaid, ours first; a column for each model."""
+    """A row for each way to fill what the article leaves unsaid that was run, ours first; a column for each model."""
     own = [record for record in records if split_of(record) == split]
     lines = [
         f"## What the article leaves unsaid (split {split})",
         "",
-        "Held out %: mean (every seed).",
+        "Held out %: mean (every seed); of these, programs that compute a new function: every seed.",
         "",
         f"| choice | {' | '.join(CHOICE_MODELS)} |",
         f"|---|{'---|' * len(CHOICE_MODELS)}",
@@ -155,15 +158,25 @@ def _unsaid_section(split: str, records: Sequence[Record]) -> str:
     ]
     for choice in ("ours", *CHOICES):
         names = CHOICE_MODELS if choice == "ours" else [choice_name(model, choice) for model in CHOICE_MODELS]
-        cells = [_cell([record for record in own if record["model"] == name]) for name in names]
-        lines.append(f"| {choice} | {' | '.join(cells)} |")
+        runs = [[record for record in own if record["model"] == name] for name in names]
+        if any(runs):
+            lines.append(f"| {choice} | {' | '.join(map(_cell, runs))} |")
     return "\n".join([*lines, ""])
 
 
 def _cell(records: Sequence[Record]) -> str:
     mean = mean_of(records, "held_out", "accuracy")
-    return "–" if mean is None else f"**{mean:.1f}** ({_every_seed(records)})"
+    new = _listed(_of_functions(records, "new"))
+    return "–" if mean is None else f"**{mean:.1f}** ({_every_seed(records)}); {new}"
 
 
 def _every_seed(records: Sequence[Record]) -> str:
-    return ", ".join(f"{record['held_out']['accuracy']:.1f}" for record in records)
+    return _listed([record["held_out"]["accuracy"] for record in records])
+
+
+def _of_functions(records: Sequence[Record], kind: str) -> list[float]:
+    return [accuracy[kind] for accuracy in map(by_function, records) if kind in accuracy]
+
+
+def _listed(percents: Sequence[float]) -> str:
+    return ", ".join(f"{percent:.1f}" for percent in percents) or "–"
