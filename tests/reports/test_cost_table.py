@@ -126,7 +126,7 @@ def test_the_table_fits_eighty_columns_and_is_plain_in_a_pipe(
         (["demo", "--budget.flops", "10"], "budget.flops=10 is less than one step, which takes 2.05e+10: raise it"),
         (["demo", "--contexts", "0"], "contexts must be one or more numbers of tokens, each at least 1"),
         (["demo", "--contexts"], "contexts must be one or more numbers of tokens"),
-        (["demo", "--json", "no/such/folder.json"], "No such file or directory"),
+        (["demo", "--json", "no/such/folder.json"], "there is no folder no/such for --json"),
     ],
 )
 def test_mistakes_name_the_fix(lol: Lol, args: list[str], message: str) -> None:
