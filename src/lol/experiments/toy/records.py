@@ -2,13 +2,13 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lol.errors import UserError
-from lol.experiments.toy.task import ARTICLE, DISTINCT, Task
+from lol.experiments.toy.task import ARTICLE, DISTINCT, Program, Task
 
 Record = dict[str, Any]
 
@@ -100,18 +100,28 @@ def by_function(record: Record) -> dict[str, float]:
     """Mean accuracy in percent of the held-out programs that compute what a trained one computes ("known"), and of the
     others ("new"); a key is missing where there are none."""
     toy = toy_of(record)
-    functions = _functions(tuple(toy["primitives"]), toy["steps"])
-    trained = {functions[program] for program in record["trained"]["by_program"]}
+    task = Task(tuple(toy["primitives"]), toy["steps"])
+    return split_by_function(task, record["trained"]["by_program"], record["held_out"]["by_program"])
+
+
+def split_by_function(task: Task, trained: Iterable[str], accuracies: Mapping[str, float]) -> dict[str, float]:
+    """The same of these trained programs and the accuracy of others; programs are written as in a record."""
+    functions = _functions(task)
+    known = {functions[program] for program in trained}
     kinds: dict[str, list[float]] = {}
-    for program, accuracy in record["held_out"]["by_program"].items():
-        kinds.setdefault("known" if functions[program] in trained else "new", []).append(accuracy)
-    return {kind: statistics.mean(accuracies) for kind, accuracies in kinds.items()}
+    for program, accuracy in accuracies.items():
+        kinds.setdefault("known" if functions[program] in known else "new", []).append(accuracy)
+    return {kind: sum(own) / len(own) for kind, own in kinds.items()}
+
+
+def written(program: Program) -> str:
+    """A program as a record writes it."""
+    return "".join(map(str, program))
 
 
 @cache
-def _functions(primitives: tuple[str, ...], steps: int) -> dict[str, int]:
-    """The number of the function of each program, which is written as in a record."""
-    return {"".join(map(str, program)): number for program, number in Task(primitives, steps).functions.items()}
+def _functions(task: Task) -> dict[str, int]:
+    return {written(program): number for program, number in task.functions.items()}
 
 
 def mean_of(records: Sequence[Record], side: str, key: str) -> float | None:

@@ -16,6 +16,7 @@ from transformers import set_seed
 from lol.data.order import generator_named
 from lol.experiments.toy.config import ToyConfig
 from lol.experiments.toy.model import Mixture, ToyModel, ToyOutput
+from lol.experiments.toy.records import written
 from lol.experiments.toy.task import BASE, NUM_DIGITS, Program, Split, split_programs
 from lol.paths.agreement import count_uses, depth_concentration, mode_path, purity, separation
 from lol.train.balance import balance_by_document, update_bias
@@ -165,7 +166,7 @@ def describe(
     of_program = {program: (examples.program == torch.tensor(program)).all(-1) for program in programs}
     return {
         "accuracy": percent(right),
-        "by_program": {"".join(map(str, program)): percent(right[own]) for program, own in of_program.items()},
+        "by_program": {written(program): percent(right[own]) for program, own in of_program.items()},
         "uses": uses.tolist(),
         "separation": separation(uses),
         "purity": purity(uses).tolist(),

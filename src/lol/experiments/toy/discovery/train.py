@@ -31,6 +31,7 @@ from lol.experiments.toy.discovery.config import DiscoverConfig, programs_of_len
 from lol.experiments.toy.discovery.crossfit import RepairConfig, repair_routes
 from lol.experiments.toy.discovery.instruction import InstructionRouter, doubly_stochastic
 from lol.experiments.toy.model import ToyModel
+from lol.experiments.toy.records import split_by_function, written
 from lol.experiments.toy.task import BASE, NUM_DIGITS, Program, split_programs
 from lol.experiments.toy.train import NUM_EXAMPLES, Examples, describe, draw, percent, shown
 
@@ -286,13 +287,9 @@ def score_held_out(discovery: Discovery, log: list[str]) -> dict[str, Any]:
     toy = config.toy
     split = split_programs(toy.task, toy.split, toy.split_number, toy.num_held_out)
     score = discovery.measure(split.held_out)
-    functions = toy.task.functions
-    known = {functions[program] for program in split.trained}
-    by_program = score["by_program"]
-    for name, seen in (("known_functions", True), ("new_functions", False)):
-        own = [program for program in split.held_out if (functions[program] in known) == seen]
-        values = [by_program["".join(map(str, program))] for program in own]
-        score[name] = round(sum(values) / len(values), 2) if values else None
+    accuracies = split_by_function(toy.task, map(written, split.trained), score["by_program"])
+    for kind in ("known", "new"):
+        score[f"{kind}_functions"] = round(accuracies[kind], 2) if kind in accuracies else None
     if config.lengths_tested:
         lengths = config.lengths_tested
         score["lengths"] = {str(length): discovery.measure_length(length) for length in lengths}
